@@ -1,0 +1,1 @@
+//! CRD types of cocoonstack: CocoonSet and CocoonHibernation.

@@ -1,0 +1,124 @@
+//! Durable files and locks.
+//!
+//! Entry points: [`replace`] (a reader sees the old or the new content, never a part, and after the
+//! call the new one survives a power cut) and [`Lock`] (one holder across processes, released by the
+//! kernel when the holder dies).
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Write as _},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{FlockOperation, flock};
+
+/// Writes `content` to a temporary file beside `path`, syncs it, renames it over `path`, syncs the
+/// folder. `mode` is the file's permission bits.
+pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    let folder = parent(path)?;
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
+    let temporary = folder.join(format!(".{name}.{}.tmp", std::process::id()));
+    let written = write_synced(&temporary, content, mode).and_then(|()| std::fs::rename(&temporary, path));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&temporary);
+    }
+    written.and_then(|()| sync_folder(folder))
+}
+
+fn write_synced(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(path)?;
+    file.set_permissions(std::fs::Permissions::from_mode(mode))?;
+    file.write_all(content)?;
+    file.sync_all()
+}
+
+fn parent(path: &Path) -> io::Result<&Path> {
+    path.parent().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "a path without a folder"))
+}
+
+/// Makes renames and removals in `folder` survive a power cut.
+pub fn sync_folder(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+/// Creates `path` and what is missing above it, each with mode 0700. An existing folder is kept.
+pub fn private_folder(path: &Path) -> io::Result<()> {
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+/// An exclusive lock on a file, held until dropped or until the process dies. Lock files are never
+/// unlinked: a lock on an unlinked file guards nothing.
+#[derive(Debug)]
+pub struct Lock {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Takes the lock if it is free; `Ok(None)` says that somebody else holds it.
+    pub fn try_acquire(path: &Path) -> io::Result<Option<Self>> {
+        let file = Self::open(path)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Self { file, path: path.to_owned() })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Waits for the lock. Blocks the thread: call it where blocking is allowed.
+    pub fn acquire(path: &Path) -> io::Result<Self> {
+        let file = Self::open(path)?;
+        loop {
+            match flock(&file, FlockOperation::LockExclusive) {
+                Ok(()) => return Ok(Self { file, path: path.to_owned() }),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn open(path: &Path) -> io::Result<File> {
+        // Not truncated: the holder may have written who it is.
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+    }
+
+    /// The lock file's path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The open lock file, for a holder that leaves a note (such as its process id) in it.
+    #[must_use]
+    pub const fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn replace_swaps_the_whole_content_and_leaves_no_temporary_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        replace(&path, b"one", 0o600).unwrap();
+        replace(&path, b"two", 0o640).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"two");
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_lock_has_one_holder_until_it_is_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let held = Lock::try_acquire(&path).unwrap();
+        assert!(held.is_some());
+        assert!(Lock::try_acquire(&path).unwrap().is_none());
+        drop(held);
+        assert!(Lock::try_acquire(&path).unwrap().is_some());
+    }
+}

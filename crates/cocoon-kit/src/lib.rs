@@ -1,0 +1,17 @@
+//! What every daemon of this workspace needs and nothing more.
+//!
+//! - [`world`]: clock, ids and randomness as a value, so that tests decide what time it is;
+//! - [`backoff`]: growing delays with jitter and a ceiling;
+//! - [`tasks`]: named background tasks with an owner, a kind and an end;
+//! - [`files`]: durable file replacement (write, sync, rename, sync the folder) and file locks;
+//! - [`tls`]: a small certificate authority and TLS configurations that reload their files;
+//! - [`telemetry`]: one place that sets up logging to stderr.
+//!
+//! Invariant: nothing here knows Kubernetes, virtual machines or registries.
+
+pub mod backoff;
+pub mod files;
+pub mod tasks;
+pub mod telemetry;
+pub mod tls;
+pub mod world;

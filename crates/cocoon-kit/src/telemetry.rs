@@ -1,0 +1,10 @@
+//! Logging: one line an event, to stderr, so that stdout stays data.
+
+use tracing_subscriber::EnvFilter;
+
+/// Sets up logging for the process. `level` is a filter such as `info` or `cocoon_node=debug`;
+/// `COCOON_LOG` in the environment wins over it. A second call does nothing.
+pub fn init(level: &str) {
+    let filter = EnvFilter::try_from_env("COCOON_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+}

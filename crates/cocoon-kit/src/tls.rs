@@ -1,0 +1,229 @@
+//! A small certificate authority and TLS configurations.
+//!
+//! Entry points: [`Authority::load_or_create`] and [`server_config`]. Keys are P-256, files are
+//! 0600 in a 0700 folder. Invariants: an authority's key never leaves its folder; a server with a
+//! client authority asks for a client certificate but lets a caller without one connect, because
+//! tokens are checked later, above TLS.
+
+use std::{io, net::IpAddr, path::Path, sync::Arc};
+
+use rcgen::{
+    BasicConstraints, Certificate, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
+    IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType,
+};
+use rustls::{
+    RootCertStore, ServerConfig,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
+    server::WebPkiClientVerifier,
+};
+use thiserror::Error;
+
+use crate::files;
+
+/// Why certificates could not be made or read.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// A file of the folder could not be read or written.
+    #[error("certificate files in {folder}")]
+    Files {
+        /// The folder.
+        folder: String,
+        /// What the file system said.
+        #[source]
+        source: io::Error,
+    },
+    /// A certificate could not be made.
+    #[error("making a certificate for {name}")]
+    Make {
+        /// The common name.
+        name: String,
+        /// What the library said.
+        #[source]
+        source: rcgen::Error,
+    },
+    /// A PEM text is not a usable certificate or key.
+    #[error("unusable certificate or key for {name}")]
+    Pem {
+        /// Whose it is.
+        name: String,
+        /// What the parser said.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// A certificate and its private key, both PEM. The key is a secret: keep it out of logs.
+#[derive(Clone)]
+pub struct Identity {
+    /// Certificate, PEM.
+    pub certificate: String,
+    /// Private key (PKCS#8), PEM.
+    pub key: String,
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Identity(..)")
+    }
+}
+
+/// A certificate authority kept in a folder as `ca.crt` and `ca.key`.
+pub struct Authority {
+    certificate: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl std::fmt::Debug for Authority {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Authority(..)")
+    }
+}
+
+impl Authority {
+    /// Reads the authority of `folder`, or makes one named `name` there.
+    pub fn load_or_create(folder: &Path, name: &str) -> Result<Self, TlsError> {
+        let on_files = |source| TlsError::Files { folder: folder.display().to_string(), source };
+        let (certificate_path, key_path) = (folder.join("ca.crt"), folder.join("ca.key"));
+        files::private_folder(folder).map_err(on_files)?;
+        if !certificate_path.exists() {
+            let (certificate, key) = new_authority(name)?;
+            // The key first: a certificate without its key would be found and be of no use.
+            files::replace(&key_path, key.as_bytes(), 0o600).map_err(on_files)?;
+            files::replace(&certificate_path, certificate.as_bytes(), 0o600).map_err(on_files)?;
+        }
+        let certificate = std::fs::read_to_string(&certificate_path).map_err(on_files)?;
+        let key = std::fs::read_to_string(&key_path).map_err(on_files)?;
+        let make = |source| TlsError::Make { name: name.to_owned(), source };
+        let key = KeyPair::from_pem(&key).map_err(make)?;
+        let issuer = Issuer::from_ca_cert_pem(&certificate, key).map_err(make)?;
+        Ok(Self { certificate, issuer })
+    }
+
+    /// The authority's certificate, PEM.
+    #[must_use]
+    pub fn certificate(&self) -> &str {
+        &self.certificate
+    }
+
+    /// A server certificate for the given DNS names and addresses.
+    pub fn issue_server(&self, name: &str, dns: &[&str], addresses: &[IpAddr]) -> Result<Identity, TlsError> {
+        let mut params = leaf(name, &[], ExtendedKeyUsagePurpose::ServerAuth);
+        for dns in dns {
+            let dns = (*dns).try_into().map_err(|source| TlsError::Make { name: name.to_owned(), source })?;
+            params.subject_alt_names.push(SanType::DnsName(dns));
+        }
+        params.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
+        self.issue(name, params)
+    }
+
+    /// A client certificate: `name` is the user, `groups` are its organisations (Kubernetes' reading).
+    pub fn issue_client(&self, name: &str, groups: &[&str]) -> Result<Identity, TlsError> {
+        self.issue(name, leaf(name, groups, ExtendedKeyUsagePurpose::ClientAuth))
+    }
+
+    fn issue(&self, name: &str, params: CertificateParams) -> Result<Identity, TlsError> {
+        let make = |source| TlsError::Make { name: name.to_owned(), source };
+        let key = KeyPair::generate().map_err(make)?;
+        let certificate: Certificate = params.signed_by(&key, &self.issuer).map_err(make)?;
+        Ok(Identity { certificate: certificate.pem(), key: key.serialize_pem() })
+    }
+}
+
+fn new_authority(name: &str) -> Result<(String, String), TlsError> {
+    let make = |source| TlsError::Make { name: name.to_owned(), source };
+    let key = KeyPair::generate().map_err(make)?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name = distinguished(name, &[]);
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let certificate = params.self_signed(&key).map_err(make)?;
+    Ok((certificate.pem(), key.serialize_pem()))
+}
+
+fn distinguished(name: &str, groups: &[&str]) -> DistinguishedName {
+    let mut distinguished = DistinguishedName::new();
+    distinguished.push(DnType::CommonName, name);
+    for group in groups {
+        distinguished.push(DnType::OrganizationName, *group);
+    }
+    distinguished
+}
+
+fn leaf(name: &str, groups: &[&str], usage: ExtendedKeyUsagePurpose) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = distinguished(name, groups);
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
+    params.extended_key_usages = vec![usage];
+    params
+}
+
+/// A server that shows `identity` and asks for client certificates of `client_authority` (PEM).
+/// ALPN offers HTTP/2 and HTTP/1.1.
+pub fn server_config(identity: &Identity, client_authority: &str) -> Result<Arc<ServerConfig>, TlsError> {
+    let pem = |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "server".into(), source };
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let verifier = WebPkiClientVerifier::builder_with_provider(
+        Arc::new(roots(client_authority)?),
+        Arc::clone(&provider),
+    )
+    .allow_unauthenticated()
+    .build()
+    .map_err(|error| pem(error.into()))?;
+    let (chain, key) = pair(identity)?;
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| pem(error.into()))?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)
+        .map_err(|error| pem(error.into()))?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(Arc::new(config))
+}
+
+/// A client that trusts `authority` (PEM) alone and shows `identity`. HTTP/1.1 only, because its
+/// users upgrade connections.
+pub fn client_config(identity: &Identity, authority: &str) -> Result<Arc<rustls::ClientConfig>, TlsError> {
+    let pem = |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "client".into(), source };
+    let (chain, key) = pair(identity)?;
+    let config = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| pem(error.into()))?
+        .with_root_certificates(roots(authority)?)
+        .with_client_auth_cert(chain, key)
+        .map_err(|error| pem(error.into()))?;
+    Ok(Arc::new(config))
+}
+
+fn roots(authority: &str) -> Result<RootCertStore, TlsError> {
+    let pem = |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "authority".into(), source };
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(authority.as_bytes()) {
+        roots.add(certificate.map_err(|error| pem(error.into()))?).map_err(|error| pem(error.into()))?;
+    }
+    Ok(roots)
+}
+
+fn pair(identity: &Identity) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), TlsError> {
+    let pem = |source: rustls::pki_types::pem::Error| TlsError::Pem { name: "identity".into(), source: source.into() };
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(identity.certificate.as_bytes()).collect();
+    let key = PrivateKeyDer::from_pem_slice(identity.key.as_bytes()).map_err(pem)?;
+    Ok((chain.map_err(pem)?, key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_authority_is_made_once_and_its_identities_are_usable() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = Authority::load_or_create(folder.path(), "test-ca").unwrap();
+        let second = Authority::load_or_create(folder.path(), "test-ca").unwrap();
+        assert_eq!(first.certificate(), second.certificate());
+        let server = second.issue_server("node", &["localhost"], &[[127, 0, 0, 1].into()]).unwrap();
+        let client = second.issue_client("admin", &["system:masters"]).unwrap();
+        server_config(&server, first.certificate()).unwrap();
+        client_config(&client, first.certificate()).unwrap();
+    }
+}

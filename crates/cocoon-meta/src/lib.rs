@@ -1,0 +1,1 @@
+//! The metadata contract of cocoonstack: keys, typed annotations, names, roles, policy, lifecycle.

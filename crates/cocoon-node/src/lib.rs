@@ -1,0 +1,1 @@
+//! Node agent: a virtual kubelet that turns pods into VMs.

@@ -1,0 +1,79 @@
+//! The registry port.
+//!
+//! Callers act on "not there" and stop on "could not tell"; the two are never merged (I5).
+
+use std::pin::Pin;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use thiserror::Error;
+use tokio::io::AsyncRead;
+
+/// Why a registry did not do what was asked. "Not there" is never an error here: it is `None` or `false`.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RegistryError {
+    /// The registry could not be asked, or gave no clear answer.
+    #[error("registry unavailable: {what}")]
+    Unavailable {
+        /// What was tried, on which object.
+        what: String,
+        /// Why it failed.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Content does not have the digest or size it should have.
+    #[error("content of {object} is not what its digest says")]
+    Corrupt {
+        /// Which blob or manifest.
+        object: String,
+    },
+    /// The registry does not delete (400, 405).
+    #[error("the registry refuses to delete {reference}")]
+    DeleteRefused {
+        /// Which tag or digest.
+        reference: String,
+    },
+    /// The name or tag cannot exist.
+    #[error("invalid repository, tag or digest {0:?}")]
+    InvalidName(String),
+}
+
+/// A body that is read once, verified while it is read: a wrong digest or size surfaces as an I/O error
+/// of kind `InvalidData` at its end.
+pub type Body = Pin<Box<dyn AsyncRead + Send>>;
+
+/// A manifest as stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Manifest {
+    /// The exact bytes.
+    pub bytes: Bytes,
+    /// Its media type.
+    pub media_type: String,
+    /// `sha256:<hex>` over `bytes`.
+    pub digest: String,
+}
+
+/// A place for blobs and manifests. `repository` is relative to the registry's base; `reference` is a
+/// tag or a digest.
+#[async_trait]
+pub trait Registry: Send + Sync + std::fmt::Debug {
+    /// Whether the blob is there.
+    async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError>;
+    /// Stores a blob; refuses content that does not match `digest` and `size`.
+    async fn put_blob(&self, repository: &str, digest: &str, size: u64, body: Body) -> Result<(), RegistryError>;
+    /// Reads a blob, verified. `None`: not there.
+    async fn get_blob(&self, repository: &str, digest: &str) -> Result<Option<Body>, RegistryError>;
+    /// Stores a manifest under a tag (or its digest), verbatim; returns its digest.
+    async fn put_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+        media_type: &str,
+        bytes: Bytes,
+    ) -> Result<String, RegistryError>;
+    /// Reads a manifest, verified. `None`: not there.
+    async fn get_manifest(&self, repository: &str, reference: &str) -> Result<Option<Manifest>, RegistryError>;
+    /// Deletes a tag or a digest; not there is success.
+    async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError>;
+}

@@ -1,0 +1,1 @@
+//! Preloaded into QEMU: turns one shared mapping private (ARCHITECTURE.md, the memory recipe).

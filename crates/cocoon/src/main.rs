@@ -1,0 +1,2 @@
+//! One binary: command line, configuration, wiring.
+fn main() {}
