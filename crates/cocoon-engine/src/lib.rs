@@ -11,6 +11,7 @@
 //! - `gc`: what nothing needs any more;
 //! - `sys`: the crate's only unsafe code.
 
+pub mod db;
 pub mod engine;
 pub mod error;
 pub mod model;
