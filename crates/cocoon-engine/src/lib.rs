@@ -12,6 +12,7 @@
 //! - `sys`: the crate's only unsafe code.
 
 pub mod db;
+pub mod embed;
 pub mod engine;
 pub mod error;
 pub mod model;
