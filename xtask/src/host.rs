@@ -23,8 +23,9 @@ pub const RUNTIME: &[Package] = &[
     ("erofs-utils", "/usr/bin/mkfs.erofs"),
 ];
 
-/// What building the boot bundle and the images needs.
+/// What building the boot bundle and the images, and the story, need.
 pub const BUNDLE: &[Package] = &[
+    ("iputils-ping", "/usr/bin/ping"),
     ("busybox-static", "/usr/share/doc/busybox-static"),
     ("cpio", "/usr/bin/cpio"),
     ("skopeo", "/usr/bin/skopeo"),
@@ -33,7 +34,7 @@ pub const BUNDLE: &[Package] = &[
 ];
 
 /// What the tests need besides.
-pub const TESTS: &[Package] = &[("stress-ng", "/usr/bin/stress-ng"), ("python3-venv", "/usr/share/doc/python3-venv")];
+pub const TESTS: &[Package] = &[("stress-ng", "/usr/bin/stress-ng"), ("python3-venv", "/usr/share/doc/python3-venv"), ("curl", "/usr/bin/curl")];
 
 /// What a build needs.
 pub const BUILD: &[Package] = &[("gcc", "/usr/bin/gcc"), ("libc6-dev", "/usr/include/stdio.h")];

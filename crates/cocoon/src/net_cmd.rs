@@ -1,0 +1,64 @@
+//! `cocoon net`: the network daemon, and taking the network down by hand.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use clap::{Args, Subcommand};
+use cocoon_net::{bridge, config::NetworkConfig, daemon};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// What `cocoon net` takes.
+#[derive(Debug, Args)]
+pub struct NetArgs {
+    #[command(subcommand)]
+    command: NetCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum NetCommand {
+    /// Serve DHCP on the bridge that `network.json` of the state folder describes; makes the bridge.
+    #[command(after_help = "Example:\n  cocoon net daemon --state-dir /var/lib/cocoon/net\n\nExit codes: 0 ended by a signal, 1 failed.")]
+    Daemon {
+        /// Folder with `network.json`, `leases.json`, lock and log.
+        #[arg(long, default_value = "/var/lib/cocoon/net")]
+        state_dir: PathBuf,
+    },
+    /// Remove bridge, rules and leases, and restore the sysctls that were changed.
+    Teardown {
+        /// Folder with `network.json`.
+        #[arg(long, default_value = "/var/lib/cocoon/net")]
+        state_dir: PathBuf,
+    },
+}
+
+/// The network that `network.json` in `folder` describes.
+pub fn read_network(folder: &Path) -> anyhow::Result<NetworkConfig> {
+    let file = folder.join("network.json");
+    let text = std::fs::read(&file).with_context(|| format!("reading {}; `cocoon up` writes it", file.display()))?;
+    serde_json::from_slice(&text).with_context(|| format!("{} is not a network description", file.display()))
+}
+
+/// Runs a `cocoon net` command.
+pub async fn run(args: &NetArgs) -> anyhow::Result<()> {
+    match &args.command {
+        NetCommand::Daemon { state_dir } => {
+            // A session of its own: the terminal that started us may go away.
+            let _ = rustix::process::setsid();
+            let network = read_network(state_dir)?;
+            let token = CancellationToken::new();
+            let ended = token.clone();
+            let mut terminate = signal(SignalKind::terminate())?;
+            let mut interrupt = signal(SignalKind::interrupt())?;
+            tokio::spawn(async move {
+                tokio::select! {
+                    _ = terminate.recv() => {}
+                    _ = interrupt.recv() => {}
+                }
+                ended.cancel();
+            });
+            Ok(daemon::run(network, token).await?)
+        }
+        NetCommand::Teardown { state_dir } => Ok(bridge::teardown(&read_network(state_dir)?).await?),
+    }
+}
