@@ -11,5 +11,14 @@
 //! The artifact code does no I/O of its own: it reads and writes through the port and through folders
 //! that the caller names. Every byte that comes out of a registry is verified against its digest.
 
+pub mod digest;
+pub mod image;
+mod json;
+pub mod layout;
+pub mod manifest;
+pub mod media;
+pub mod memory;
+pub mod reference;
 pub mod registry;
 pub mod snapshot;
+mod tarfmt;

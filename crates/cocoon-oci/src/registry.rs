@@ -39,6 +39,16 @@ pub enum RegistryError {
     InvalidName(String),
 }
 
+impl RegistryError {
+    /// "Could not tell", with what was tried on which object.
+    pub fn unavailable(
+        what: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self::Unavailable { what: what.into(), source: source.into() }
+    }
+}
+
 /// A body that is read once, verified while it is read: a wrong digest or size surfaces as an I/O error
 /// of kind `InvalidData` at its end.
 pub type Body = Pin<Box<dyn AsyncRead + Send>>;
@@ -62,6 +72,11 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError>;
     /// Stores a blob; refuses content that does not match `digest` and `size`.
     async fn put_blob(&self, repository: &str, digest: &str, size: u64, body: Body) -> Result<(), RegistryError>;
+    /// Stores a blob that is in memory; the same promise as [`Registry::put_blob`].
+    async fn put_bytes(&self, repository: &str, digest: &str, bytes: Bytes) -> Result<(), RegistryError> {
+        let size = bytes.len() as u64;
+        self.put_blob(repository, digest, size, Box::pin(std::io::Cursor::new(bytes))).await
+    }
     /// Reads a blob, verified. `None`: not there.
     async fn get_blob(&self, repository: &str, digest: &str) -> Result<Option<Body>, RegistryError>;
     /// Stores a manifest under a tag (or its digest), verbatim; returns its digest.

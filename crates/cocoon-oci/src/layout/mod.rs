@@ -1,0 +1,270 @@
+//! An OCI image-layout folder as a registry.
+//!
+//! Entry point: [`OciLayout::open`]. One layout holds any number of repositories: blobs are shared, names
+//! are `repository:tag` in `index.json`, so `skopeo inspect --raw oci:PATH:vmname:hibernate` and
+//! `skopeo copy` read it. Any number of processes may use one folder at a time.
+//!
+//! Invariants: a name points to a manifest only when everything that the manifest needs is on disk and
+//! verified; a crash or a full disk leaves every name as it was (left-overs are collected later); damage
+//! is an error, never "not there".
+
+mod index;
+mod store;
+
+use std::{
+    io::{self, Read as _},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use bytes::{Bytes, BytesMut};
+use tokio::{io::AsyncReadExt as _, sync::mpsc};
+
+pub use store::Collected;
+use store::Store;
+
+use crate::{
+    digest::{self, Hasher},
+    reference::{is_repository, is_tag},
+    registry::{Body, Manifest, Registry, RegistryError},
+};
+
+/// Blobs up to this size are read and verified before the first byte is handed out.
+const WHOLE: u64 = 8 << 20;
+/// Block of a streamed blob; at most [`QUEUE`] of them wait.
+const BLOCK: usize = 256 << 10;
+const QUEUE: usize = 4;
+
+/// A registry in a folder.
+#[derive(Debug, Clone)]
+pub struct OciLayout {
+    store: Arc<Store>,
+}
+
+impl OciLayout {
+    /// Opens the layout at `path`; a missing or empty folder becomes a new one.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, RegistryError> {
+        Ok(Self { store: Arc::new(Store::open(path.as_ref())?) })
+    }
+
+    /// The layout's folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.store.root
+    }
+
+    /// All tags, as (repository, tag), in the index's order.
+    pub async fn tags(&self) -> Result<Vec<(String, String)>, RegistryError> {
+        self.blocking(|store| {
+            let index = index::Index::read(&store.root)?;
+            let named = index.entries().filter_map(|entry| {
+                entry.tag().map(|tag| (entry.repository().to_owned(), tag.to_owned()))
+            });
+            Ok(named.collect())
+        })
+        .await
+    }
+
+    /// Removes blobs that no manifest of `index.json` needs and that nobody stored or asked for within
+    /// `grace`, and left-overs of dead writers. Safe beside pushes: one that loses a blob to a too short
+    /// grace fails at its manifest, and no tag moves.
+    pub async fn collect(&self, grace: Duration) -> Result<Collected, RegistryError> {
+        self.blocking(move |store| store.collect(grace)).await
+    }
+
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Store) -> Result<T, RegistryError> + Send + 'static,
+    ) -> Result<T, RegistryError> {
+        let store = Arc::clone(&self.store);
+        let joined = tokio::task::spawn_blocking(move || work(&store)).await;
+        joined.unwrap_or_else(|error| Err(RegistryError::unavailable("working in the OCI layout", error)))
+    }
+}
+
+fn check(repository: &str, reference: Option<&str>) -> Result<(), RegistryError> {
+    if !is_repository(repository) {
+        return Err(RegistryError::InvalidName(repository.to_owned()));
+    }
+    match reference {
+        Some(reference) if !is_tag(reference) && !digest::is_valid(reference) => {
+            Err(RegistryError::InvalidName(reference.to_owned()))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[async_trait]
+impl Registry for OciLayout {
+    async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
+        check(repository, None)?;
+        let digest = digest.to_owned();
+        self.blocking(move |store| Ok(store.open_blob(&digest, true)?.is_some())).await
+    }
+
+    async fn put_blob(
+        &self,
+        repository: &str,
+        digest: &str,
+        size: u64,
+        mut body: Body,
+    ) -> Result<(), RegistryError> {
+        check(repository, None)?;
+        let (blocks, queue) = mpsc::channel(QUEUE);
+        let writing = {
+            let digest = digest.to_owned();
+            self.blocking(move |store| receive(store, &digest, size, queue))
+        };
+        let reading = async move {
+            loop {
+                let mut block = BytesMut::with_capacity(BLOCK);
+                let read = fill(&mut body, &mut block).await;
+                let end = !matches!(read, Ok(1..));
+                let part = read.map(|_| block.freeze());
+                if blocks.send(part).await.is_err() || end {
+                    return;
+                }
+            }
+        };
+        let (written, ()) = tokio::join!(writing, reading);
+        written
+    }
+
+    async fn put_bytes(&self, repository: &str, digest: &str, bytes: Bytes) -> Result<(), RegistryError> {
+        check(repository, None)?;
+        let digest = digest.to_owned();
+        self.blocking(move |store| store.put(&digest, &bytes)).await
+    }
+
+    async fn get_blob(&self, repository: &str, digest: &str) -> Result<Option<Body>, RegistryError> {
+        check(repository, None)?;
+        let digest = digest.to_owned();
+        self.blocking(move |store| {
+            let Some((file, length)) = store.open_blob(&digest, false)? else { return Ok(None) };
+            if length > WHOLE {
+                return Ok(Some(streamed(file, digest)));
+            }
+            let mut bytes = Vec::with_capacity(usize::try_from(length).unwrap_or_default());
+            let read = file.take(WHOLE + 1).read_to_end(&mut bytes);
+            read.map_err(|error| RegistryError::unavailable(format!("reading blob {digest}"), error))?;
+            if digest::of(&bytes) != digest {
+                return Err(RegistryError::Corrupt { object: digest });
+            }
+            Ok(Some(Box::pin(io::Cursor::new(bytes)) as Body))
+        })
+        .await
+    }
+
+    async fn put_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+        media_type: &str,
+        bytes: Bytes,
+    ) -> Result<String, RegistryError> {
+        check(repository, Some(reference))?;
+        let [repository, reference, media_type] = [repository, reference, media_type].map(str::to_owned);
+        self.blocking(move |store| store.put_manifest(&repository, &reference, &media_type, &bytes)).await
+    }
+
+    async fn get_manifest(&self, repository: &str, reference: &str) -> Result<Option<Manifest>, RegistryError> {
+        check(repository, Some(reference))?;
+        let [repository, reference] = [repository, reference].map(str::to_owned);
+        self.blocking(move |store| store.manifest(&repository, &reference)).await
+    }
+
+    async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError> {
+        check(repository, Some(reference))?;
+        let [repository, reference] = [repository, reference].map(str::to_owned);
+        self.blocking(move |store| store.delete(&repository, &reference)).await
+    }
+}
+
+/// Reads until the block is full or the body ends.
+async fn fill(body: &mut Body, block: &mut BytesMut) -> io::Result<usize> {
+    while block.len() < BLOCK {
+        if body.read_buf(block).await? == 0 {
+            break;
+        }
+    }
+    Ok(block.len())
+}
+
+/// The blocking end of a put: an empty block ends the body; a closed queue is an aborted caller.
+fn receive(
+    store: &Store,
+    digest: &str,
+    size: u64,
+    mut queue: mpsc::Receiver<io::Result<Bytes>>,
+) -> Result<(), RegistryError> {
+    let mut incoming = store.begin(digest, size)?;
+    loop {
+        match queue.blocking_recv() {
+            Some(Ok(block)) if block.is_empty() => return incoming.commit(),
+            Some(Ok(block)) => incoming.write(&block)?,
+            Some(Err(error)) => {
+                return Err(RegistryError::unavailable(format!("reading the body of {digest}"), error));
+            }
+            None => return Err(RegistryError::unavailable(format!("storing {digest}"), "the push was given up")),
+        }
+    }
+}
+
+/// Streams a large blob through a reading and hashing thread.
+fn streamed(file: std::fs::File, digest: String) -> Body {
+    let (blocks, mut queue) = mpsc::channel::<io::Result<Bytes>>(QUEUE);
+    tokio::task::spawn_blocking(move || {
+        if let Err(error) = send_verified(file, &digest, &blocks) {
+            let _ = blocks.blocking_send(Err(error));
+        }
+    });
+    let mut ended = false;
+    let stream = futures::stream::poll_fn(move |context| {
+        queue.poll_recv(context).map(|part| match part {
+            // The reader's promise that all was verified.
+            Some(Ok(block)) if block.is_empty() => {
+                ended = true;
+                None
+            }
+            Some(part) => Some(part),
+            None if ended => None,
+            None => Some(Err(io::Error::other("the blob's reader stopped early"))),
+        })
+    });
+    Box::pin(tokio_util::io::StreamReader::new(stream))
+}
+
+fn send_verified(
+    mut file: std::fs::File,
+    digest: &str,
+    blocks: &mpsc::Sender<io::Result<Bytes>>,
+) -> io::Result<()> {
+    let mut hasher = Hasher::default();
+    loop {
+        let mut block = Vec::with_capacity(BLOCK);
+        (&mut file).take(BLOCK as u64).read_to_end(&mut block)?;
+        if block.is_empty() {
+            if hasher.finish() != digest {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    RegistryError::Corrupt { object: digest.to_owned() },
+                ));
+            }
+            let _ = blocks.blocking_send(Ok(Bytes::new()));
+            return Ok(());
+        }
+        hasher.update(&block);
+        if blocks.blocking_send(Ok(block.into())).is_err() {
+            return Ok(()); // the caller stopped reading
+        }
+    }
+}
+
+/// The layout's folder named by `oci-layout:PATH`.
+#[must_use]
+pub fn path_of(value: &str) -> Option<PathBuf> {
+    let path = value.strip_prefix("oci-layout:")?;
+    (!path.is_empty()).then(|| PathBuf::from(path))
+}
