@@ -1,5 +1,8 @@
 //! CocoonSet: one main agent, its forks, and the toolboxes beside them.
 
+// The lint takes the words that kube's printer columns repeat for duplicates.
+#![allow(clippy::duplicated_attributes)]
+
 use k8s_openapi::api::core::v1::{EnvFromSource, ResourceRequirements};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::CustomResource;
@@ -83,6 +86,7 @@ pub struct AgentSpec {
     pub mode: Option<AgentMode>,
     /// Sources of environment variables.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::env_from")]
     pub env_from: Vec<EnvFromSource>,
     /// Service account of the agents' pods.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,5 +1,8 @@
 //! CocoonHibernation: hibernate or wake one pod.
 
+// The lint takes the words that kube's printer columns repeat for duplicates.
+#![allow(clippy::duplicated_attributes)]
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::CustomResource;
 use schemars::JsonSchema;

@@ -327,13 +327,95 @@ impl JsonSchema for Quantity {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "anyOf": [{ "type": "integer" }, { "type": "string" }],
+            "anyOf": kinds(),
             "pattern": PATTERN,
             "x-kubernetes-int-or-string": true,
         })
     }
 }
 
+/// What a quantity may be on the wire, for the schema.
+pub(crate) fn kinds() -> serde_json::Value {
+    serde_json::json!([{ "type": "integer" }, { "type": "string" }])
+}
+
 /// The form of a quantity, for the schema.
 pub(crate) const PATTERN: &str =
     r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$";
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn text(of: &str) -> String {
+        of.parse::<Quantity>().unwrap().to_string()
+    }
+
+    #[test]
+    fn a_quantity_is_written_with_the_largest_suffix_that_leaves_an_integer() {
+        let table = [
+            ("1000", "1k"),
+            ("1.5Gi", "1536Mi"),
+            ("0.3Gi", "322122547200m"),
+            ("2048Gi", "2Ti"),
+            ("1.5e3", "1500"),
+            ("1e19", "10e18"),
+            ("0Gi", "0"),
+            ("8Ei", "9223372036854775807"),
+        ];
+        for (given, canonical) in table {
+            assert_eq!(text(given), canonical, "{given}");
+        }
+    }
+
+    #[test]
+    fn a_number_of_a_thousandfold_power_stays_as_typed() {
+        for given in ["5.", "+1", "01", "1E3", "1.500", "1e9"] {
+            assert_eq!(text(given), given);
+        }
+    }
+
+    #[test]
+    fn what_an_i64_cannot_hold_has_no_value() {
+        let huge: Quantity = "1e100".parse().unwrap();
+        assert_eq!((huge.value(), huge.milli_value()), (None, None));
+        let exa: Quantity = "1Ei".parse().unwrap();
+        assert_eq!((exa.value(), exa.milli_value()), (Some(1 << 60), None));
+    }
+
+    #[test]
+    fn a_fraction_of_a_unit_counts_as_one() {
+        let nano: Quantity = "1n".parse().unwrap();
+        assert_eq!((nano.value(), nano.milli_value()), (Some(1), Some(1)));
+        let less: Quantity = "-1m".parse().unwrap();
+        assert_eq!(less.value(), Some(-1));
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_never_panics(given in "[-+]?[0-9]{0,40}\\.?[0-9]{0,12}([eE]?[-+]?[0-9]{0,5}|[numkKMGTPEi]{0,3})") {
+            let _ = given.parse::<Quantity>();
+        }
+
+        #[test]
+        fn canonical_text_is_a_fixed_point_and_keeps_the_number(
+            whole in 0u64..100_000_000,
+            fraction in "(\\.[0-9]{1,3})?",
+            suffix in prop::sample::select(vec!["", "m", "k", "M", "G", "Ki", "Mi", "Gi", "Ti", "e3", "e-3", "e2"]),
+        ) {
+            let first: Quantity = format!("{whole}{fraction}{suffix}").parse().unwrap();
+            let second: Quantity = first.as_str().parse().unwrap();
+            prop_assert_eq!(first.as_str(), second.as_str());
+            prop_assert_eq!(first.value(), second.value());
+            prop_assert_eq!(first.milli_value(), second.milli_value());
+        }
+
+        #[test]
+        fn reading_any_json_never_panics(given in any::<i64>()) {
+            let read: Quantity = serde_json::from_value(serde_json::json!(given)).unwrap();
+            prop_assert_eq!(read.value(), Some(given));
+        }
+    }
+}

@@ -73,7 +73,7 @@ pub(crate) fn resource_requirements(_: &mut SchemaGenerator) -> Schema {
     let quantities = json!({
         "type": "object",
         "additionalProperties": {
-            "anyOf": [{ "type": "integer" }, { "type": "string" }],
+            "anyOf": quantity::kinds(),
             "pattern": quantity::PATTERN,
             "x-kubernetes-int-or-string": true,
         },
@@ -93,6 +93,26 @@ pub(crate) fn resource_requirements(_: &mut SchemaGenerator) -> Schema {
             },
             "limits": quantities,
             "requests": quantities,
+        },
+    })
+}
+
+/// Sources of environment variables.
+pub(crate) fn env_from(_: &mut SchemaGenerator) -> Schema {
+    let reference = json!({
+        "type": "object",
+        "x-kubernetes-map-type": "atomic",
+        "properties": { "name": { "type": "string", "default": "" }, "optional": { "type": "boolean" } },
+    });
+    json_schema!({
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "configMapRef": reference,
+                "prefix": { "type": "string" },
+                "secretRef": reference,
+            },
         },
     })
 }
@@ -134,13 +154,16 @@ fn tidy(crd: &CustomResourceDefinition) -> CustomResourceDefinition {
     serde_json::from_value(value).unwrap_or_else(|_| crd.clone())
 }
 
-/// `nullable` goes: an explicit null is then dropped and defaulted, as with the Go types. The long
-/// descriptions of Kubernetes' own types go too, and numbers lose bounds that their format implies.
+/// `nullable` goes: an explicit null is then dropped and defaulted, as with the Go types. A quantity gets
+/// its two kinds back, which the structural rewriting takes away.
 fn tidy_schema(schema: &mut Value) {
     match schema {
         Value::Object(members) => {
             if members.get("nullable") == Some(&Value::Bool(true)) {
                 members.remove("nullable");
+            }
+            if members.get("x-kubernetes-int-or-string") == Some(&Value::Bool(true)) {
+                members.insert("anyOf".to_owned(), quantity::kinds());
             }
             members.values_mut().for_each(tidy_schema);
         }

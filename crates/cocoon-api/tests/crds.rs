@@ -1,5 +1,8 @@
 //! The committed CRDs are the generated ones. `UPDATE_CRDS=1 cargo test -p cocoon-api` writes them.
 
+// A helper of tests is not seen as a test by the lint.
+#![allow(clippy::unwrap_used)]
+
 use std::path::Path;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;

@@ -1,1 +1,3 @@
-//! Golden vectors, benches, conformance.
+//! Checks that span crates: today the golden vectors ([`vectors`]).
+
+pub mod vectors;

@@ -1,0 +1,10 @@
+//! OS images (cocoon-oci).
+
+use anyhow::Result;
+
+use super::checkers::Answer;
+use super::folder::Vector;
+
+pub(crate) fn answer(_vector: &Vector) -> Result<Answer> {
+    Ok(Answer::NotBuilt)
+}
