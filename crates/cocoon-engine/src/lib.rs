@@ -15,4 +15,5 @@ pub mod db;
 pub mod embed;
 pub mod engine;
 pub mod error;
+pub mod image;
 pub mod model;
