@@ -1,15 +1,50 @@
 //! Bridge, taps, filters, DHCP server, leases (`spec/cocoon-net.md`; ARCHITECTURE.md, "The bridge").
 //!
 //! - [`config`]: what a host network looks like;
-//! - `bridge`: makes and removes bridge, NAT, filters and sysctls; remembers what it changed;
+//! - [`bridge`]: makes, repairs and removes bridge, NAT, filters and sysctls; remembers what it changed;
 //! - [`links`]: a tap for each NIC of a VM, with its filter rows;
-//! - `dhcp`: the server (pure allocation + a socket loop);
-//! - [`leases`]: the lease file, its reader and the control socket that releases a lease;
-//! - `daemon`: `cocoon net daemon`, the process that outlives the agent.
+//! - [`dhcp`]: the server as a pure state machine;
+//! - [`leases`]: the lease file, its reader and the call that releases a lease;
+//! - [`control`]: the control socket;
+//! - [`daemon`]: `cocoon net daemon`, the process that outlives the agent.
 //!
 //! Invariants: only interfaces with an alias `cocoon:<vm id>` are ever removed; a lease row is durable
-//! before its ACK; a corrupt lease file stops the server.
+//! before its ACK; a corrupt lease file stops the server; nothing touches another network namespace than
+//! that of the calling thread.
 
+pub mod bridge;
+mod coexist;
 pub mod config;
+pub mod control;
+pub mod daemon;
+pub mod dhcp;
 pub mod leases;
 pub mod links;
+pub mod names;
+mod netlink;
+mod nft;
+mod rules;
+mod sys;
+mod sysctl;
+
+#[cfg(test)]
+mod testing {
+    use std::{net::Ipv4Addr, path::Path, time::Duration};
+
+    use crate::config::NetworkConfig;
+
+    /// A network for tests.
+    pub(crate) fn network(state_dir: &Path) -> NetworkConfig {
+        NetworkConfig {
+            bridge: "cocoon0".to_owned(),
+            subnet: "10.77.0.0/24".parse().unwrap(),
+            gateway: Ipv4Addr::new(10, 77, 0, 1),
+            dns: vec![Ipv4Addr::new(9, 9, 9, 9)],
+            lease_time: Duration::from_secs(3600),
+            masquerade: true,
+            vm_to_vm: false,
+            state_dir: state_dir.to_owned(),
+            control_socket: state_dir.join("control.sock"),
+        }
+    }
+}

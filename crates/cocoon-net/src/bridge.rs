@@ -1,0 +1,315 @@
+//! The bridge with all that belongs to it on the host: address, forwarding, packet filter.
+//!
+//! Entry points: [`ensure`] (makes or repairs, as often as one likes), [`intact`] (a cheap look), [`teardown`].
+//! Invariants: everything happens in the network namespace of the calling thread; a bridge that we did
+//! not make is used but never removed; what was changed is recorded before it is changed, and put back.
+
+use std::{io, net::Ipv4Addr};
+
+use cocoon_kit::files;
+use jiff::Timestamp;
+use thiserror::Error;
+
+use crate::{
+    coexist,
+    config::{ConfigError, NetworkConfig},
+    leases::{self, LeaseError},
+    links,
+    names::{self, BRIDGE_ALIAS, Mac, TABLE_PREFIX, table_name},
+    netlink::Netlink,
+    nft,
+    rules::{self, AddressRow, TapRow},
+    sysctl,
+};
+
+/// Why a host network could not be made, checked or removed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BridgeError {
+    /// The configuration cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The leases, which say who may use which address, cannot be read.
+    #[error(transparent)]
+    Leases(#[from] LeaseError),
+    /// The interface name belongs to something else.
+    #[error("interface {0} exists and is not a bridge; choose another bridge name")]
+    NotABridge(String),
+    /// The subnet is in use.
+    #[error("subnet {subnet} overlaps {address} of another interface; choose another subnet")]
+    Overlap {
+        /// The network's subnet.
+        subnet: String,
+        /// An address that the host has already.
+        address: String,
+    },
+    /// The kernel refused, or a file failed.
+    #[error("{step} of bridge {bridge}")]
+    System {
+        /// What was tried.
+        step: &'static str,
+        /// Which network.
+        bridge: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The packet filter refused.
+    #[error("packet filter of bridge {bridge}: {message}")]
+    Filter {
+        /// Which network.
+        bridge: String,
+        /// What `nft` said.
+        message: String,
+    },
+    /// VMs still use the network.
+    #[error("bridge {bridge} still has taps ({taps}); remove their VMs first, or force the teardown")]
+    InUse {
+        /// Which network.
+        bridge: String,
+        /// The taps.
+        taps: String,
+    },
+    /// The daemon still serves the network.
+    #[error("the network daemon of {0} is still running; stop it first")]
+    DaemonRuns(String),
+}
+
+/// What [`ensure`] left behind, for [`intact`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct State {
+    /// Interface index of the bridge; another one means that the bridge was made anew.
+    pub index: u32,
+    /// How the packet filter lists our tables.
+    listing: String,
+}
+
+/// Makes the network, or repairs what is missing of it. Rows for live taps and leases are put back too.
+pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
+    network.check()?;
+    let at = At(network);
+    files::private_folder(&network.state_dir).map_err(at.system("state folder"))?;
+    network.save()?;
+    let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
+    refuse_overlap(network, &netlink).await?;
+    let bridge = ensure_bridge(network, &netlink).await?;
+    let inherited = inherited_forwarding(network).await;
+    let saved = sysctl::forwarding_on(&network.state_dir, inherited).map_err(at.system("net.ipv4.ip_forward"))?;
+    apply_filter(network, &netlink, &saved.ip_forward).await?;
+    coexist_with_others(network).await;
+    repair_taps(network, &netlink, bridge).await?;
+    let listing = nft::list(&rules::list_tables(&network.bridge)).await.map_err(at.filter())?;
+    Ok(State { index: bridge, listing })
+}
+
+/// Whether everything is still as `state` says, taps and rules of others included.
+pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, BridgeError> {
+    let at = At(network);
+    let rows = match nft::list_json(&rules::list_rows(&network.bridge)).await {
+        Ok(objects) => rules::parse_rows(&objects),
+        Err(_) => return Ok(false),
+    };
+    let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
+    let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
+    let bridge = links.iter().find(|link| link.name == network.bridge && link.index == state.index && link.up);
+    let addressed = has_address(network, &netlink, state.index).await?;
+    // A tap without a row or a controller may be one that is just being made; then a repair does no harm.
+    let taps = links::taps_of(network, &links);
+    let wired = taps.iter().all(|(tap, mac)| tap.controller == Some(state.index) && rows.contains(&(tap.name.clone(), *mac)));
+    let listed = nft::list(&rules::list_tables(&network.bridge)).await.is_ok_and(|listing| listing == state.listing);
+    let others = others_accept(network).await.is_none();
+    Ok(bridge.is_some() && addressed && wired && listed && others)
+}
+
+/// Removes the network: filter, bridge, changed switches and the state files. Refuses while VMs have
+/// taps on it, unless `force` is set, and while its daemon runs.
+pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), BridgeError> {
+    let at = At(network);
+    names::check_bridge(&network.bridge).map_err(ConfigError::Value)?;
+    files::private_folder(&network.state_dir).map_err(at.system("state folder"))?;
+    let lock = files::Lock::try_acquire(&crate::daemon::lock_file(network)).map_err(at.system("daemon lock"))?;
+    let Some(_lock) = lock else { return Err(BridgeError::DaemonRuns(network.bridge.clone())) };
+    let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
+    remove_taps(network, &netlink, force).await?;
+    let found = netlink.link(&network.bridge).await.map_err(at.system("lookup"))?;
+    if let Some(bridge) = found.filter(|link| link.alias.as_deref() == Some(BRIDGE_ALIAS)) {
+        netlink.delete(bridge.index).await.map_err(at.system("removal"))?;
+    }
+    let foreign = nft::list_json(coexist::LIST).await.map(|listing| coexist::removals(&listing, &network.bridge));
+    let text = rules::delete_tables(&network.bridge) + &foreign.unwrap_or_default();
+    nft::apply(&text).await.map_err(at.filter())?;
+    let others = !other_tables(network).await.map_err(at.filter())?.is_empty();
+    sysctl::forwarding_back(&network.state_dir, others).map_err(at.system("net.ipv4.ip_forward"))?;
+    remove_state(network).map_err(at.system("state files"))
+}
+
+async fn remove_taps(network: &NetworkConfig, netlink: &Netlink, force: bool) -> Result<(), BridgeError> {
+    let at = At(network);
+    let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
+    let taps = links::taps_of(network, &links);
+    if !taps.is_empty() && !force {
+        let taps = taps.iter().map(|(tap, _)| tap.name.as_str()).collect::<Vec<_>>().join(", ");
+        return Err(BridgeError::InUse { bridge: network.bridge.clone(), taps });
+    }
+    for (tap, _) in taps {
+        netlink.delete(tap.index).await.map_err(at.system("removal of a tap"))?;
+    }
+    Ok(())
+}
+
+fn remove_state(network: &NetworkConfig) -> io::Result<()> {
+    for file in [network.lease_file(), network.network_file(), network.control_socket.clone()] {
+        match std::fs::remove_file(file) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    // The lock file stays: a lock on an unlinked file guards nothing.
+    files::sync_folder(&network.state_dir)
+}
+
+async fn refuse_overlap(network: &NetworkConfig, netlink: &Netlink) -> Result<(), BridgeError> {
+    let at = At(network);
+    let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
+    let own = links.iter().find(|link| link.name == network.bridge).map(|link| link.index);
+    let addresses = netlink.addresses().await.map_err(at.system("listing addresses"))?;
+    let (first, last) = (network.subnet.network(), network.subnet.broadcast());
+    let overlaps = |net: &ipnet::Ipv4Net| net.network() <= last && first <= net.broadcast();
+    match addresses.iter().find(|(index, net)| Some(*index) != own && overlaps(net)) {
+        None => Ok(()),
+        Some((_, net)) => Err(BridgeError::Overlap { subnet: network.subnet.to_string(), address: net.to_string() }),
+    }
+}
+
+async fn ensure_bridge(network: &NetworkConfig, netlink: &Netlink) -> Result<u32, BridgeError> {
+    let at = At(network);
+    let name = &network.bridge;
+    let mut found = netlink.link(name).await.map_err(at.system("lookup"))?;
+    if found.is_none() {
+        netlink.add_bridge(name, bridge_mac(network.gateway)).await.map_err(at.system("creation"))?;
+        found = netlink.link(name).await.map_err(at.system("lookup"))?;
+    }
+    let Some(bridge) = found.filter(|link| link.is_bridge) else {
+        return Err(BridgeError::NotABridge(name.clone()));
+    };
+    // Guests are IPv4 only; a kernel without IPv6 has no such switch.
+    let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+    if !has_address(network, netlink, bridge.index).await? {
+        let prefix = network.subnet.prefix_len();
+        netlink.add_address(bridge.index, network.gateway, prefix).await.map_err(at.system("address"))?;
+    }
+    netlink.up(bridge.index).await.map_err(at.system("start"))?;
+    Ok(bridge.index)
+}
+
+/// The same on every host, so that a guest that wakes elsewhere finds its gateway where it was; and
+/// fixed, so that it does not follow the ports as a bridge's own choice does.
+fn bridge_mac(gateway: Ipv4Addr) -> Mac {
+    let [a, b, c, d] = gateway.octets();
+    Mac::new([0x02, 0xc0, a, b, c, d])
+}
+
+async fn has_address(network: &NetworkConfig, netlink: &Netlink, index: u32) -> Result<bool, BridgeError> {
+    let addresses = netlink.addresses().await.map_err(At(network).system("listing addresses"))?;
+    let (gateway, prefix) = (network.gateway, network.subnet.prefix_len());
+    Ok(addresses.iter().any(|(at, net)| *at == index && net.addr() == gateway && net.prefix_len() == prefix))
+}
+
+async fn apply_filter(network: &NetworkConfig, netlink: &Netlink, old_forward: &str) -> Result<(), BridgeError> {
+    let at = At(network);
+    let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
+    let taps: Vec<TapRow> = links::taps_of(network, &links).into_iter().map(|(tap, mac)| (tap.name.clone(), mac)).collect();
+    let leases = leases::load(&network.lease_file())?.live(Timestamp::now());
+    let addresses: Vec<AddressRow> = leases.values().filter_map(|lease| Some((lease.mac.parse().ok()?, lease.ip))).collect();
+    let text = rules::host_table(network, &note(old_forward)) + &rules::tap_table(network, &taps, &addresses);
+    nft::apply(&text).await.map_err(at.filter())
+}
+
+async fn repair_taps(network: &NetworkConfig, netlink: &Netlink, bridge: u32) -> Result<(), BridgeError> {
+    let links = netlink.links().await.map_err(At(network).system("listing interfaces"))?;
+    for (tap, mac) in links::taps_of(network, &links) {
+        match links::plug(netlink, network, tap.index, bridge, mac).await {
+            Err(error) if !is_gone(&error) => return Err(At(network).system("wiring of a tap")(error)),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The tap went while we looked: its VM ended.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENODEV | libc::ENXIO))
+}
+
+const NOTE: &str = "cocoon, ip_forward was ";
+
+fn note(old_forward: &str) -> String {
+    let known = matches!(old_forward, "0" | "1");
+    format!("{NOTE}{}", if known { old_forward } else { "0" })
+}
+
+/// What another network of ours on this host found when it turned forwarding on.
+async fn inherited_forwarding(network: &NetworkConfig) -> Option<String> {
+    for table in other_tables(network).await.ok()? {
+        let listing = nft::list(&format!("list table inet {table}\n")).await.ok()?;
+        if let Some((_, rest)) = listing.split_once(NOTE) {
+            return rest.chars().next().map(String::from);
+        }
+    }
+    None
+}
+
+/// The tables of our other networks in this namespace.
+async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
+    let own = table_name(&network.bridge);
+    let tables = nft::list_json("list tables inet\n").await?;
+    let names = tables.iter().filter_map(|object| object.pointer("/table/name")?.as_str());
+    Ok(names.filter(|name| name.starts_with(TABLE_PREFIX) && *name != own).map(str::to_owned).collect())
+}
+
+/// The rules that tables of others lack; `None` if they lack none, or there are none.
+async fn others_accept(network: &NetworkConfig) -> Option<String> {
+    let listing = nft::list_json(coexist::LIST).await.ok()?;
+    Some(coexist::accepts(&listing, &network.bridge)).filter(|text| !text.is_empty())
+}
+
+/// Best effort: the other firewall may be changing its own table at this moment; the next sweep looks again.
+async fn coexist_with_others(network: &NetworkConfig) {
+    if let Some(text) = others_accept(network).await
+        && let Err(message) = nft::apply(&text).await
+    {
+        tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
+    }
+}
+
+/// Names the network in errors.
+struct At<'a>(&'a NetworkConfig);
+
+impl At<'_> {
+    fn system(&self, step: &'static str) -> impl FnOnce(io::Error) -> BridgeError + use<> {
+        let bridge = self.0.bridge.clone();
+        move |source| BridgeError::System { step, bridge, source }
+    }
+
+    fn filter(&self) -> impl FnOnce(String) -> BridgeError + use<> {
+        let bridge = self.0.bridge.clone();
+        move |message| BridgeError::Filter { bridge, message }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gateway_has_the_same_mac_on_every_host() {
+        let mac = bridge_mac(Ipv4Addr::new(172, 20, 100, 1));
+        assert_eq!(mac.to_string(), "02:c0:ac:14:64:01");
+        assert!(mac.is_unicast());
+    }
+
+    #[test]
+    fn a_strange_switch_value_never_reaches_nft_text() {
+        assert_eq!(note("1\" }"), "cocoon, ip_forward was 0");
+    }
+}

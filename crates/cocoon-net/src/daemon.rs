@@ -1,0 +1,335 @@
+//! The network daemon: serves DHCP on the bridge, keeps leases and filter rows in step, repairs the
+//! network, and takes releases. A process of its own, which outlives the node agent.
+//!
+//! Entry point: [`run`]. One task owns the leases; packets, control requests and the sweep reach it in
+//! turn. Invariants: one daemon a state folder; leases are durable and in the packet filter before an ACK
+//! leaves; on shutdown bridge, rules and leases stay, since VMs live on.
+
+use std::{
+    io::{self, Seek as _, Write as _},
+    net::{Ipv4Addr, SocketAddrV4},
+    path::PathBuf,
+    time::Duration,
+};
+
+use cocoon_kit::files::{self, Lock};
+use jiff::Timestamp;
+use socket2::{Domain, Protocol, Socket, Type};
+use thiserror::Error;
+use tokio::{
+    net::UdpSocket,
+    sync::mpsc,
+    time::{MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    bridge::{self, BridgeError, State},
+    config::NetworkConfig,
+    control::{self, Answer, Call, Request, Status},
+    dhcp::{Effect, Outcome, Server, Settings, packet::Reply},
+    leases::{self, LeaseError},
+    names::Mac,
+    nft, rules,
+};
+
+/// Packets answered with one save of the leases.
+const BATCH: usize = 64;
+/// Longer than any DHCP packet that comes over Ethernet.
+const MAX_PACKET: usize = 2048;
+
+/// How to run the daemon.
+#[derive(Debug, Clone)]
+pub struct DaemonOptions {
+    /// The network to serve.
+    pub network: NetworkConfig,
+    /// How often lapsed leases are dropped and the network is looked after.
+    pub sweep_every: Duration,
+}
+
+impl From<NetworkConfig> for DaemonOptions {
+    fn from(network: NetworkConfig) -> Self {
+        Self { network, sweep_every: Duration::from_secs(5) }
+    }
+}
+
+/// Why the daemon did not start, or ended.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DaemonError {
+    /// Another daemon has this state folder.
+    #[error("a network daemon (pid {pid}) already runs on {folder}; stop it first, or use another state folder")]
+    Taken {
+        /// The other daemon.
+        pid: String,
+        /// The state folder.
+        folder: String,
+    },
+    /// The network could not be made.
+    #[error(transparent)]
+    Bridge(#[from] BridgeError),
+    /// The leases cannot be read.
+    #[error(transparent)]
+    Leases(#[from] LeaseError),
+    /// A file or socket failed.
+    #[error("{step} at {path}")]
+    System {
+        /// What was tried.
+        step: &'static str,
+        /// Where.
+        path: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+pub(crate) fn lock_file(network: &NetworkConfig) -> PathBuf {
+    network.state_dir.join("daemon.lock")
+}
+
+/// Serves the network until `shutdown`.
+pub async fn run(options: DaemonOptions, shutdown: CancellationToken) -> Result<(), DaemonError> {
+    let DaemonOptions { network, sweep_every } = options;
+    let _lock = lock(&network)?;
+    let now = Timestamp::now();
+    // Before anything is touched: a lease file that cannot be read must not cost anybody an address.
+    let server = load(&network, now)?;
+    let state = bridge::ensure(&network).await?;
+    let socket = bind(&network)?;
+    let path = network.control_socket.clone();
+    let listener = control::listen(&path).map_err(system("control socket", &path.display().to_string()))?;
+    let (sender, calls) = mpsc::channel(16);
+    let control = tokio::spawn(control::serve(listener, sender, shutdown.clone()));
+    tracing::info!(bridge = network.bridge, subnet = %network.subnet, leases = server.active(now), "network daemon serves");
+    let mut daemon = Daemon { network, server, state, socket };
+    daemon.serve(calls, sweep_every, &shutdown).await;
+    let _ = std::fs::remove_file(&path);
+    // It ends with the same token.
+    let _ = control.await;
+    Ok(())
+}
+
+/// Removes the network; see [`bridge::teardown`].
+pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), DaemonError> {
+    Ok(bridge::teardown(network, force).await?)
+}
+
+fn lock(network: &NetworkConfig) -> Result<Lock, DaemonError> {
+    let path = lock_file(network);
+    let name = path.display().to_string();
+    files::private_folder(&network.state_dir).map_err(system("state folder", &name))?;
+    let Some(lock) = Lock::try_acquire(&path).map_err(system("lock", &name))? else {
+        let pid = std::fs::read_to_string(&path).unwrap_or_default();
+        let pid = if pid.trim().is_empty() { "unknown".to_owned() } else { pid.trim().to_owned() };
+        return Err(DaemonError::Taken { pid, folder: network.state_dir.display().to_string() });
+    };
+    let note = || {
+        let mut file = lock.file();
+        file.set_len(0)?;
+        file.rewind()?;
+        writeln!(file, "{}", std::process::id())
+    };
+    note().map_err(system("lock", &name))?;
+    Ok(lock)
+}
+
+fn load(network: &NetworkConfig, now: Timestamp) -> Result<Server, DaemonError> {
+    let pool = network.pool().map_err(BridgeError::from)?;
+    let parsed = leases::load(&network.lease_file())?;
+    let settings = Settings {
+        gateway: network.gateway,
+        mask: network.subnet.netmask(),
+        dns: network.dns.clone(),
+        lease_time: network.lease_time,
+    };
+    let mut server = Server::new(settings, pool, parsed.live(now).into_values());
+    if !parsed.doubtful.is_empty() {
+        tracing::warn!(addresses = ?parsed.doubtful, "lease rows that cannot be read; their addresses are set aside for one lease time");
+        let until = now.saturating_add(network.lease_time).unwrap_or(Timestamp::MAX);
+        server.set_aside(parsed.doubtful, until);
+    }
+    Ok(server)
+}
+
+/// A socket that hears and speaks on the bridge only.
+fn bind(network: &NetworkConfig) -> Result<UdpSocket, DaemonError> {
+    let open = || {
+        let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP))?;
+        socket.bind_device(Some(network.bridge.as_bytes()))?;
+        socket.set_reuse_address(true)?;
+        socket.set_broadcast(true)?;
+        socket.set_nonblocking(true)?;
+        socket.bind(&SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 67).into())?;
+        UdpSocket::from_std(socket.into())
+    };
+    open().map_err(system("DHCP socket (UDP 67)", &network.bridge))
+}
+
+fn system(step: &'static str, path: &str) -> impl FnOnce(io::Error) -> DaemonError + use<> {
+    let path = path.to_owned();
+    move |source| DaemonError::System { step, path, source }
+}
+
+struct Daemon {
+    network: NetworkConfig,
+    server: Server,
+    state: State,
+    socket: UdpSocket,
+}
+
+impl Daemon {
+    async fn serve(&mut self, mut calls: mpsc::Receiver<Call>, sweep_every: Duration, shutdown: &CancellationToken) {
+        let mut sweep = interval(sweep_every);
+        sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled() => return,
+                _ = sweep.tick() => self.sweep().await,
+                Some((request, answer)) = calls.recv() => {
+                    // A client that went away still gets what it asked for.
+                    let _ = answer.send(self.answer(request).await);
+                }
+                ready = self.socket.readable() => match ready {
+                    Ok(()) => self.receive().await,
+                    Err(error) => {
+                        tracing::warn!(%error, "DHCP socket");
+                        tokio::time::sleep(Duration::from_millis(100)).await;
+                    }
+                },
+            }
+        }
+    }
+
+    /// Answers the packets that are there.
+    async fn receive(&mut self) {
+        let now = Timestamp::now();
+        let checkpoint = self.server.checkpoint();
+        let lapsed = Outcome { effects: self.server.sweep(now), ..Outcome::default() };
+        let mut outcomes = vec![lapsed];
+        let mut buffer = vec![0; MAX_PACKET];
+        while outcomes.len() <= BATCH {
+            match self.socket.try_recv_from(&mut buffer) {
+                Ok((length, _)) => outcomes.push(self.server.handle(buffer.get(..length).unwrap_or_default(), now)),
+                Err(error) => {
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        tracing::warn!(%error, "receiving on the DHCP socket");
+                    }
+                    break;
+                }
+            }
+        }
+        let effects: Vec<Effect> = outcomes.iter().flat_map(|outcome| outcome.effects.iter().copied()).collect();
+        let done = self.commit(&effects).await;
+        if let Err(message) = &done {
+            tracing::error!(message, "leases could not be kept; nothing is granted");
+            let failed = outcomes.iter().filter(|outcome| outcome.refusal.is_some()).count();
+            self.server.restore(checkpoint, failed as u64);
+        }
+        for outcome in outcomes {
+            let changed = !outcome.effects.is_empty();
+            let reply = if done.is_err() && changed { outcome.refusal } else { outcome.reply };
+            if let Some(reply) = reply {
+                self.send(&reply).await;
+            }
+        }
+    }
+
+    async fn send(&self, reply: &Reply) {
+        // The client asks again if this is lost.
+        if let Err(error) = self.socket.send_to(&reply.bytes, (reply.to, 68)).await {
+            tracing::warn!(to = %reply.to, %error, "sending a DHCP reply");
+        }
+    }
+
+    /// Makes effects real: first the lease file, then the filter rows.
+    async fn commit(&self, effects: &[Effect]) -> Result<(), String> {
+        if effects.is_empty() {
+            return Ok(());
+        }
+        let (file, rows) = (self.network.lease_file(), self.server.leases());
+        let saved = tokio::task::spawn_blocking(move || leases::save(&file, &rows)).await;
+        saved.map_err(|error| error.to_string())?.map_err(|error| format!("{error}: {}", source(&error)))?;
+        let bridge = &self.network.bridge;
+        let text: String = effects
+            .iter()
+            .map(|effect| match *effect {
+                Effect::Grant { mac, ip } => rules::add_address(bridge, mac, ip),
+                Effect::Revoke { mac, ip } => rules::delete_address(bridge, mac, ip),
+            })
+            .collect();
+        nft::apply(&text).await
+    }
+
+    async fn answer(&mut self, request: Request) -> Answer {
+        match request {
+            Request::Ping { .. } => Answer {
+                version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+                pid: Some(std::process::id()),
+                ..Answer::done()
+            },
+            Request::Status { .. } => {
+                let now = Timestamp::now();
+                let status = Status {
+                    lease_active: self.server.active(now),
+                    pool_available: self.server.free(now),
+                    counters: self.server.counters().clone(),
+                };
+                Answer { status: serde_json::to_value(status).ok(), ..Answer::done() }
+            }
+            Request::Release { release } => match release.parse::<Mac>() {
+                Ok(mac) => self.release(mac).await,
+                Err(error) => Answer::failed(error.to_string()),
+            },
+        }
+    }
+
+    async fn release(&mut self, mac: Mac) -> Answer {
+        let checkpoint = self.server.checkpoint();
+        let outcome = self.server.release(mac, Timestamp::now());
+        match self.commit(&outcome.effects).await {
+            Ok(()) => Answer::done(),
+            Err(message) => {
+                self.server.restore(checkpoint, 0);
+                Answer::failed(message)
+            }
+        }
+    }
+
+    /// Drops lapsed leases and repairs the network. What fails is tried again by the next sweep.
+    async fn sweep(&mut self) {
+        let checkpoint = self.server.checkpoint();
+        let effects = self.server.sweep(Timestamp::now());
+        if let Err(message) = self.commit(&effects).await {
+            tracing::warn!(message, "lapsed leases stay until the next sweep");
+            self.server.restore(checkpoint, 0);
+        }
+        match bridge::intact(&self.network, &self.state).await {
+            Ok(true) => {}
+            Ok(false) => self.repair().await,
+            Err(error) => tracing::warn!(%error, "looking after the network"),
+        }
+    }
+
+    async fn repair(&mut self) {
+        tracing::warn!(bridge = self.network.bridge, "the network was changed by somebody else; it is repaired");
+        let state = match bridge::ensure(&self.network).await {
+            Ok(state) => state,
+            Err(error) => return tracing::error!(%error, cause = source(&error), "the network cannot be repaired now"),
+        };
+        // A socket stays bound to the bridge that is gone.
+        if state.index != self.state.index {
+            match bind(&self.network) {
+                Ok(socket) => self.socket = socket,
+                Err(error) => return tracing::error!(%error, cause = source(&error), "DHCP cannot be served now"),
+            }
+        }
+        self.state = state;
+    }
+}
+
+/// The cause of an error, which its own message leaves out.
+fn source(error: &dyn std::error::Error) -> String {
+    error.source().map(ToString::to_string).unwrap_or_default()
+}

@@ -1,0 +1,179 @@
+//! The narrow port to the kernel's interfaces: one netlink socket, opened in the network namespace of
+//! the calling thread.
+//!
+//! Entry point: [`Netlink`]. Invariant: dropping it ends its task and closes its socket.
+
+use std::{io, net::Ipv4Addr};
+
+use futures::TryStreamExt as _;
+use ipnet::Ipv4Net;
+use rtnetlink::{
+    Error, Handle, LinkBridge, LinkBridgePort, LinkUnspec,
+    packet_route::{
+        address::{AddressAttribute, AddressMessage},
+        link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, Prop},
+        neighbour::{NeighbourFlags, NeighbourState},
+    },
+};
+use tokio::task::JoinHandle;
+
+use crate::names::{BRIDGE_ALIAS, Mac};
+
+/// An interface, as far as this crate looks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub(crate) index: u32,
+    pub(crate) name: String,
+    pub(crate) alias: Option<String>,
+    pub(crate) alternatives: Vec<String>,
+    pub(crate) controller: Option<u32>,
+    pub(crate) up: bool,
+    pub(crate) mtu: u32,
+    pub(crate) is_bridge: bool,
+}
+
+/// How a tap behaves as a port of the bridge.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Port {
+    pub(crate) bridge: u32,
+    pub(crate) isolated: bool,
+    pub(crate) mac: Mac,
+}
+
+/// A netlink socket and the task that serves it.
+#[derive(Debug)]
+pub(crate) struct Netlink {
+    handle: Handle,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Netlink {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Netlink {
+    pub(crate) fn open() -> io::Result<Self> {
+        let (connection, handle, _) = rtnetlink::new_connection()?;
+        Ok(Self { handle, task: tokio::spawn(connection) })
+    }
+
+    pub(crate) async fn links(&self) -> io::Result<Vec<Link>> {
+        let messages: Vec<LinkMessage> = self.handle.link().get().execute().try_collect().await.map_err(system)?;
+        Ok(messages.iter().map(link).collect())
+    }
+
+    pub(crate) async fn link(&self, name: &str) -> io::Result<Option<Link>> {
+        match self.handle.link().get().match_name(name).execute().try_next().await.map_err(system) {
+            Ok(found) => Ok(found.as_ref().map(link)),
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A bridge that learns nothing from link-local frames and does not snoop multicast.
+    pub(crate) async fn add_bridge(&self, name: &str, mac: Mac) -> io::Result<()> {
+        let message = LinkBridge::new(name)
+            .address(mac.bytes().to_vec())
+            .no_linklocal_learn(true)
+            .mcast_snooping(false)
+            .build();
+        self.handle.link().add(message).execute().await.map_err(system)?;
+        // The alias is not taken on creation by every kernel.
+        let message = LinkUnspec::new_with_name(name).alias(BRIDGE_ALIAS).build();
+        self.handle.link().set(message).execute().await.map_err(system)
+    }
+
+    pub(crate) async fn delete(&self, index: u32) -> io::Result<()> {
+        match self.handle.link().del(index).execute().await.map_err(system) {
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
+            result => result,
+        }
+    }
+
+    pub(crate) async fn up(&self, index: u32) -> io::Result<()> {
+        self.handle.link().set(LinkUnspec::new_with_index(index).up().build()).execute().await.map_err(system)
+    }
+
+    /// Marks a new tap as ours and gives it the MTU of its bridge.
+    pub(crate) async fn label(&self, index: u32, alias: &str, alternative: &str, mtu: u32) -> io::Result<()> {
+        let links = self.handle.link();
+        let message = LinkUnspec::new_with_index(index).alias(alias).mtu(mtu).build();
+        links.set(message).execute().await.map_err(system)?;
+        links.property_add(index).alt_ifname(&[alternative]).execute().await.map_err(system)
+    }
+
+    /// Makes a filtered tap a port of the bridge. The bridge learns no address from it: the one MAC that
+    /// may use it is entered by hand, so a guest cannot draw another's frames to itself.
+    pub(crate) async fn plug(&self, index: u32, port: Port) -> io::Result<()> {
+        let links = self.handle.link();
+        let message = LinkUnspec::new_with_index(index).controller(port.bridge).build();
+        links.set(message).execute().await.map_err(system)?;
+        let message = LinkBridgePort::new(index).isolated(port.isolated).learning(false).flood(false).build();
+        links.set_port(message).execute().await.map_err(system)?;
+        self.handle
+            .neighbours()
+            .add_bridge(index, &port.mac.bytes())
+            .state(NeighbourState::Noarp)
+            .flags(NeighbourFlags::Controller)
+            .replace()
+            .execute()
+            .await
+            .map_err(system)?;
+        self.up(index).await
+    }
+
+    pub(crate) async fn add_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
+        self.handle.address().add(index, address.into(), prefix).replace().execute().await.map_err(system)
+    }
+
+    /// Every IPv4 address of this namespace with its interface.
+    pub(crate) async fn addresses(&self) -> io::Result<Vec<(u32, Ipv4Net)>> {
+        let messages: Vec<AddressMessage> = self.handle.address().get().execute().try_collect().await.map_err(system)?;
+        Ok(messages.iter().filter_map(address).collect())
+    }
+}
+
+fn address(message: &AddressMessage) -> Option<(u32, Ipv4Net)> {
+    message.attributes.iter().find_map(|attribute| match attribute {
+        AddressAttribute::Local(std::net::IpAddr::V4(address)) => {
+            let net = Ipv4Net::new(*address, message.header.prefix_len).ok()?;
+            Some((message.header.index, net))
+        }
+        _ => None,
+    })
+}
+
+fn link(message: &LinkMessage) -> Link {
+    let mut link = Link {
+        index: message.header.index,
+        up: message.header.flags.contains(LinkFlags::Up),
+        ..Link::default()
+    };
+    for attribute in &message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name.clone_from(name),
+            LinkAttribute::IfAlias(alias) => link.alias = Some(alias.clone()),
+            LinkAttribute::Controller(index) => link.controller = Some(*index).filter(|index| *index != 0),
+            LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
+            LinkAttribute::PropList(list) => link.alternatives.extend(list.iter().filter_map(|prop| match prop {
+                Prop::AltIfName(name) => Some(name.clone()),
+                _ => None,
+            })),
+            LinkAttribute::LinkInfo(infos) => {
+                link.is_bridge = infos.iter().any(|info| matches!(info, LinkInfo::Kind(InfoKind::Bridge)));
+            }
+            _ => {}
+        }
+    }
+    link
+}
+
+/// The kernel's error number where there is one.
+fn system(error: Error) -> io::Error {
+    match error {
+        Error::NetlinkError(message) => message.to_io(),
+        other => io::Error::other(other.to_string()),
+    }
+}

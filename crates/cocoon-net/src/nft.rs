@@ -1,0 +1,62 @@
+//! The one way to the packet filter: the `nft` program, fed on its standard input.
+//!
+//! Entry points: [`apply`] (one transaction: all or nothing), [`list`] and [`list_json`]. `nft` works in the network
+//! namespace of the calling thread. Invariant: a call ends within [`LIMIT`].
+
+use std::{process::Stdio, time::Duration};
+
+use serde_json::Value;
+use tokio::{io::AsyncWriteExt as _, process::Command};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Runs `text` as one transaction. The error is what `nft` said.
+pub(crate) async fn apply(text: &str) -> Result<(), String> {
+    run(&["-f", "-"], text).await.map(drop)
+}
+
+/// Runs listing commands without counters and without the content of sets.
+pub(crate) async fn list(commands: &str) -> Result<String, String> {
+    run(&["-s", "-t", "-f", "-"], commands).await
+}
+
+/// Runs listing commands, with handles; one JSON answer for each.
+pub(crate) async fn list_json(commands: &str) -> Result<Vec<Value>, String> {
+    let text = run(&["-j", "-a", "-f", "-"], commands).await?;
+    let answers = serde_json::Deserializer::from_str(&text).into_iter::<Value>();
+    let mut objects = Vec::new();
+    for answer in answers {
+        let mut answer = answer.map_err(|error| format!("nft printed something that is not JSON: {error}"))?;
+        if let Some(Value::Array(list)) = answer.get_mut("nftables").map(Value::take) {
+            objects.extend(list);
+        }
+    }
+    Ok(objects)
+}
+
+async fn run(arguments: &[&str], text: &str) -> Result<String, String> {
+    tokio::time::timeout(LIMIT, feed(arguments, text))
+        .await
+        .unwrap_or_else(|_| Err(format!("nft did not answer within {} s", LIMIT.as_secs())))
+}
+
+async fn feed(arguments: &[&str], text: &str) -> Result<String, String> {
+    let mut child = Command::new("nft")
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .map_err(|error| format!("cannot start nft ({error}); install it with `apt-get install nftables`"))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A child that refuses early closes its end; what it has to say is on its stderr.
+        let _ = stdin.write_all(text.as_bytes()).await;
+    }
+    let output = child.wait_with_output().await.map_err(|error| format!("waiting for nft: {error}"))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(said.lines().take(3).collect::<Vec<_>>().join("; "))
+}
