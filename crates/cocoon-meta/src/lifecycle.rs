@@ -147,3 +147,43 @@ pub fn read_cocoon_set_generation(object: &impl Annotated) -> i64 {
 fn generation(text: &str) -> i64 {
     text.parse().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Annotations;
+
+    #[test]
+    fn an_empty_message_clears_the_reason_of_an_older_failure() {
+        let mut pod = Annotations::new();
+        let failed =
+            LifecycleStatus { state: LifecycleState::Failed, observed_generation: 2, message: "why".into() };
+        failed.apply(&mut pod);
+        assert_eq!(LifecycleStatus::read(&pod), failed);
+        LifecycleStatus { state: LifecycleState::Ready, observed_generation: 3, message: String::new() }
+            .apply(&mut pod);
+        assert!(!pod.contains_key(keys::ANNOTATION_LIFECYCLE_STATE_MESSAGE));
+    }
+
+    #[test]
+    fn the_comparison_key_changes_with_each_part() {
+        let status =
+            LifecycleStatus { state: LifecycleState::Ready, observed_generation: 3, message: "m".into() };
+        assert_eq!(status.comparison_key(), "ready\u{0}3\u{0}m");
+    }
+
+    #[test]
+    fn an_unreadable_generation_is_zero() {
+        for text in ["", "abc", " 1", "1.0", "9223372036854775808"] {
+            let pod: Annotations =
+                [(keys::ANNOTATION_COCOON_SET_GENERATION.to_owned(), text.to_owned())].into();
+            assert_eq!(read_cocoon_set_generation(&pod), 0, "{text}");
+        }
+    }
+
+    #[test]
+    fn nobody_has_reported_is_told_from_an_unknown_state() {
+        assert!(LifecycleState::default().is_unset());
+        assert!(!LifecycleState::from("bogus").is_unset());
+    }
+}

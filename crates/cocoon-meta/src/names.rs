@@ -222,3 +222,106 @@ pub fn check_vm_name(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use cocoon_api::OSType;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn pods_whose_dashed_forms_match_have_different_names() {
+        assert_eq!(vm_name_for_pod("team-a", "dev-0"), "vk-team-a-dev-0-cc642f");
+        assert_eq!(vm_name_for_pod("team", "a-dev-0"), "vk-team-a-dev-0-7ab660");
+    }
+
+    #[test]
+    fn a_toolbox_that_looks_like_an_agent_is_none() {
+        let toolbox = vm_name_for_pod("prod", &toolbox_pod_name("app", "app-0"));
+        assert_eq!(extract_agent_slot("prod", "app", &toolbox), None);
+        assert_eq!(extract_agent_slot("prod", "app", "vk-prod-app-+1-ce2a6d"), None);
+    }
+
+    #[test]
+    fn a_pod_no_set_owns_is_a_toolbox_whatever_its_name() {
+        assert_eq!(role_for_pod(&Pod::default(), "vk-prod-demo-0-71ea62"), Role::Toolbox);
+    }
+
+    #[test]
+    fn an_import_name_fits_the_engine_and_tells_long_names_apart() {
+        let name = "v".repeat(MAX_HIBERNATABLE_VM_NAME);
+        assert_eq!(hibernate_import_name(&name), format!("{name}-hibernate-import"));
+        let (one, two) = (format!("{name}a"), format!("{name}b"));
+        let imports = [hibernate_import_name(&one), hibernate_import_name(&two)];
+        assert_ne!(imports[0], imports[1]);
+        for import in imports {
+            assert!(
+                import.len() <= MAX_VM_NAME && import.ends_with(keys::HIBERNATE_IMPORT_SUFFIX),
+                "{import}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_managed_pod_may_have_its_own_name_alone() {
+        let own = vm_name_for_pod("prod", "demo-0");
+        assert_eq!(check_vm_name("prod", "demo-0", &own, &OSType::Linux, false), Ok(()));
+        let reason = |name: &str, adopted| {
+            check_vm_name("prod", "demo-0", name, &OSType::Linux, adopted).map_err(|e| e.reason())
+        };
+        assert_eq!(reason("", false), Err("VMNameMissing"));
+        assert_eq!(reason("vk-prod-demo-1-99494c", true), Err("VMNameForeign"));
+        assert_eq!(reason("vk-prod-demo-0", false), Err("VMNameForeign"));
+        assert_eq!(reason("vk-prod-demo-0", true), Ok(()));
+    }
+
+    #[test]
+    fn a_name_is_46_characters_at_most_and_63_for_macos() {
+        assert_eq!((MAX_HIBERNATABLE_VM_NAME, MAX_VM_NAME), (46, 63));
+        for (pod_len, os, adopted, fits) in [
+            (31, OSType::Linux, false, true),
+            (32, OSType::Linux, false, false),
+            (32, OSType::Linux, true, true),
+            (48, OSType::MacOS, false, true),
+            (49, OSType::MacOS, false, false),
+        ] {
+            let pod = "p".repeat(pod_len);
+            let name = vm_name_for_pod("prod", &pod);
+            let checked = check_vm_name("prod", &pod, &name, &os, adopted).map_err(|e| e.reason());
+            assert_eq!(checked, if fits { Ok(()) } else { Err("VMNameTooLong") }, "{pod_len} {os}");
+        }
+    }
+
+    #[test]
+    fn an_error_names_the_pod_the_problem_and_the_way_out() {
+        let error = check_vm_name("prod", "demo-0", "vk-x", &OSType::Linux, false).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "pod prod/demo-0 asks for the VM name \"vk-x\", which is not its own: annotation \
+             vm.cocoonstack.io/name must be \"vk-prod-demo-0-71ea62\""
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn every_slot_is_found_again(ns in "[a-z][a-z0-9-]{0,10}", set in "[a-z][a-z0-9.-]{0,10}", slot: u32) {
+            let name = vm_name_for_deployment(&ns, &set, slot);
+            prop_assert!(!name.contains('.'));
+            prop_assert_eq!(extract_agent_slot(&ns, &set, &name), Some(slot));
+        }
+
+        #[test]
+        fn any_text_is_a_slot_only_when_the_slot_builds_it(text in "\\PC{0,40}", set in "[a-z.-]{1,6}") {
+            if let Some(slot) = extract_agent_slot("prod", &set, &text) {
+                prop_assert_eq!(vm_name_for_deployment("prod", &set, slot), text.as_str());
+            }
+            let _ = hibernate_import_name(&text);
+        }
+
+        #[test]
+        fn import_names_always_fit(name in "\\PC{0,200}") {
+            prop_assert!(hibernate_import_name(&name).len() <= MAX_VM_NAME);
+        }
+    }
+}

@@ -29,3 +29,24 @@ pub fn annotations_merge_patch_for(
     }
     json!({ "metadata": metadata })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_patch_writes_removes_and_names_the_incarnation() {
+        let changes: AnnotationChanges =
+            [("a".to_owned(), Some("1".to_owned())), ("b".to_owned(), None)].into();
+        let annotations = json!({ "a": "1", "b": null });
+        assert_eq!(annotations_merge_patch(&changes), json!({ "metadata": { "annotations": annotations } }));
+        assert_eq!(
+            annotations_merge_patch_for(&changes, "u-1", Some("7")),
+            json!({ "metadata": { "annotations": annotations, "uid": "u-1", "resourceVersion": "7" } })
+        );
+        assert_eq!(
+            annotations_merge_patch_for(&changes, "u-1", None)["metadata"].get("resourceVersion"),
+            None
+        );
+    }
+}

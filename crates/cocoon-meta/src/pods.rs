@@ -66,3 +66,30 @@ pub fn cocoon_set_owner_name(metadata: &ObjectMeta) -> Option<&str> {
 pub fn is_owned_by_cocoon_set(metadata: &ObjectMeta) -> bool {
     cocoon_set_owner_name(metadata).is_some()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(json: serde_json::Value) -> Pod {
+        serde_json::from_value(json).unwrap()
+    }
+
+    #[test]
+    fn a_vm_is_live_with_a_running_container_and_an_id() {
+        let running = serde_json::json!({ "containerStatuses": [{
+            "name": "agent", "ready": true, "restartCount": 0, "image": "", "imageID": "",
+            "state": { "running": {} },
+        }]});
+        let with_id = serde_json::json!({ "annotations": { "vm.cocoonstack.io/id": "x" } });
+        assert!(vm_live(&pod(serde_json::json!({ "metadata": with_id, "status": running }))));
+        assert!(!vm_live(&pod(serde_json::json!({ "metadata": {}, "status": running }))));
+        assert!(!vm_live(&pod(serde_json::json!({ "metadata": with_id, "status": {} }))));
+    }
+
+    #[test]
+    fn succeeded_is_not_terminal() {
+        assert!(!is_pod_terminal(&pod(serde_json::json!({ "status": { "phase": "Succeeded" } }))));
+        assert!(is_pod_terminal(&pod(serde_json::json!({ "status": { "phase": "Failed" } }))));
+    }
+}

@@ -99,14 +99,19 @@ impl SnapshotRequest {
     }
 }
 
+/// Components of letters and digits, joined by one dot, one or two underscores or any number of dashes;
+/// the rule of the distribution specification.
 fn is_repository(text: &str) -> bool {
-    let part = |part: &str| {
-        let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
-        edge(part.chars().next())
-            && edge(part.chars().last())
-            && part.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "._-".contains(c))
-    };
-    text.len() <= 255 && text.split('/').all(part)
+    text.len() <= 255 && text.split('/').all(is_component)
+}
+
+fn is_component(text: &str) -> bool {
+    let word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
+    if !text.starts_with(word) || !text.ends_with(word) {
+        return false;
+    }
+    let joint = |joint: &str| matches!(joint, "" | "." | "_" | "__") || joint.chars().all(|c| c == '-');
+    text.split(word).all(joint)
 }
 
 fn is_tag(text: &str) -> bool {
@@ -162,11 +167,8 @@ impl SnapshotStatus {
 
     /// The annotation's value.
     pub fn to_json(&self) -> String {
-        let mut value = serde_json::json!({ "ref": self.reference, "state": self.state });
-        if !self.message.is_empty() {
-            value["message"] = self.message.as_str().into();
-        }
-        value.to_string()
+        // Two texts and a plain enum always serialise.
+        serde_json::to_string(self).unwrap_or_default()
     }
 
     /// Whether `request` has its answer already, so that asking again does nothing.
@@ -190,5 +192,120 @@ pub fn read_snapshot_annotations(
     match reserved {
         Some(key) => Err(SnapshotMetaError::ReservedKey { reserved: key.clone() }),
         None => Ok(annotations),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Annotations;
+
+    fn object(key: &str, value: &str) -> Annotations {
+        [(key.to_owned(), value.to_owned())].into()
+    }
+
+    #[test]
+    fn a_request_without_a_tag_asks_for_latest() {
+        let request = SnapshotRequest::parse("golden/base").unwrap();
+        assert_eq!((request.repository.as_str(), request.tag.as_str()), ("golden/base", "latest"));
+        assert_eq!(request.reference, "golden/base");
+    }
+
+    #[test]
+    fn a_request_that_is_no_relative_reference_is_refused() {
+        for text in [
+            ":",
+            "a:",
+            ":x",
+            "a b",
+            "A",
+            "a..b",
+            "a___b",
+            "-a",
+            "a-",
+            "a/",
+            "/a",
+            "a@sha256:00",
+            "host:5000/a",
+            "a:.x",
+            "https://x/y",
+        ] {
+            assert_eq!(
+                SnapshotRequest::parse(text).unwrap_err().reason(),
+                "SnapshotRequestInvalid",
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn no_request_is_no_error() {
+        assert!(SnapshotRequest::read(&Annotations::new()).is_none());
+        assert!(SnapshotRequest::read(&object(keys::ANNOTATION_SNAPSHOT_REQUEST, "")).is_none());
+    }
+
+    #[test]
+    fn a_request_cannot_reach_saved_state() {
+        let own = "vk-prod-demo-0-71ea62";
+        let check = |text: &str| SnapshotRequest::parse(text).unwrap().check_target(own).is_ok();
+        assert!(check("golden:v1"));
+        assert!(check("vk-prod-demo-0-71ea62:v1"));
+        assert!(!check("golden:hibernate"));
+        assert!(!check("vk-prod-demo-1-99494c:v1"));
+    }
+
+    #[test]
+    fn an_answer_echoes_the_request_and_names_a_message_only_when_it_failed() {
+        let pushed = SnapshotStatus::pushed("golden:v1");
+        assert_eq!(pushed.to_json(), r#"{"ref":"golden:v1","state":"pushed"}"#);
+        let failed = SnapshotStatus::failed("golden:v1", "disk full");
+        assert_eq!(failed.to_json(), r#"{"ref":"golden:v1","state":"failed","message":"disk full"}"#);
+        let mut annotations = Annotations::new();
+        failed.apply(&mut annotations);
+        assert_eq!(SnapshotStatus::read(&annotations), Some(failed.clone()));
+        assert!(failed.answers(&SnapshotRequest::parse("golden:v1").unwrap()));
+        assert!(!failed.answers(&SnapshotRequest::parse("golden:v2").unwrap()));
+    }
+
+    #[test]
+    fn an_unreadable_answer_is_none() {
+        for text in ["", "x", "{}", r#"{"ref":"a","state":"maybe"}"#] {
+            assert_eq!(SnapshotStatus::read(&object(keys::ANNOTATION_SNAPSHOT_STATUS, text)), None);
+        }
+    }
+
+    #[test]
+    fn snapshot_annotations_are_a_json_object_of_texts_without_reserved_keys() {
+        let read =
+            |text: &str| read_snapshot_annotations(&object(keys::ANNOTATION_SNAPSHOT_ANNOTATIONS, text));
+        assert_eq!(read("").unwrap(), BTreeMap::new());
+        assert_eq!(read(r#"{"team":"a"}"#).unwrap()["team"], "a");
+        for text in ["[]", "{", r#"{"a":1}"#, "\"x\""] {
+            assert!(matches!(read(text), Err(SnapshotMetaError::Malformed(_))), "{text}");
+        }
+        assert!(matches!(
+            read(r#"{"cocoonstack.snapshot.id":"x"}"#),
+            Err(SnapshotMetaError::ReservedKey { reserved }) if reserved == "cocoonstack.snapshot.id"
+        ));
+    }
+
+    proptest! {
+        #[test]
+        fn reading_any_text_never_panics(text in "\\PC{0,60}") {
+            let _ = SnapshotRequest::parse(&text);
+            let _ = read_snapshot_annotations(&object(keys::ANNOTATION_SNAPSHOT_ANNOTATIONS, &text));
+            let _ = SnapshotStatus::read(&object(keys::ANNOTATION_SNAPSHOT_STATUS, &text));
+        }
+
+        #[test]
+        fn a_request_that_parses_names_what_was_asked(text in "[a-z0-9._/-]{1,12}(:[A-Za-z0-9._-]{1,8})?") {
+            if let Ok(request) = SnapshotRequest::parse(&text) {
+                let whole = format!("{}:{}", request.repository, request.tag);
+                let with_default = format!("{text}:latest");
+                prop_assert!(whole == text || whole == with_default);
+            }
+        }
     }
 }

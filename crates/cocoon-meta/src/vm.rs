@@ -152,6 +152,13 @@ impl VmSpec {
         self.mode.eq_ignore_ascii_case("run")
     }
 
+    /// Whether a clone would take the state that some VM hibernated into: such a reference is refused,
+    /// a hibernated state is for its own VM alone.
+    pub fn clones_hibernated_state(&self) -> bool {
+        let tag = self.image.rsplit_once(':').map(|(_, tag)| tag.split('@').next().unwrap_or(tag));
+        !self.is_run() && tag == Some(keys::HIBERNATE_SNAPSHOT_TAG)
+    }
+
     /// The snapshot policy with its default filled in; unknown texts stay as they are.
     pub fn snapshot_policy(&self) -> SnapshotPolicy {
         SnapshotPolicy::from(self.snapshot_policy.as_str()).or_default()
@@ -239,5 +246,98 @@ impl VmRuntime {
     /// have one, and those are never removed by us.
     pub fn cleared() -> AnnotationChanges {
         [(keys::ANNOTATION_VM_ID.to_owned(), None), (keys::ANNOTATION_IP.to_owned(), None)].into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Annotations;
+
+    fn spec() -> impl Strategy<Value = VmSpec> {
+        let text = || "[a-z0-9:/.-]{0,8}";
+        let texts = (text(), text(), text(), text(), text(), text(), text(), text(), text(), text(), text());
+        (texts, any::<[bool; 3]>()).prop_map(|(t, [managed, force_pull, no_direct_io])| VmSpec {
+            vm_name: t.0,
+            image: t.1,
+            mode: t.2,
+            os: t.3,
+            storage: t.4,
+            snapshot_policy: t.5,
+            network: t.6,
+            fork_from: t.7,
+            conn_type: t.8,
+            backend: t.9,
+            probe_port: t.10,
+            managed,
+            force_pull,
+            no_direct_io,
+        })
+    }
+
+    #[test]
+    fn a_mode_that_is_not_run_is_clone() {
+        let mode = |mode: &str| VmSpec { mode: mode.into(), ..VmSpec::default() }.is_run();
+        assert!(mode("run") && mode("RUN"));
+        assert!(!mode("clone") && !mode("") && !mode("bogus"));
+    }
+
+    #[test]
+    fn unset_texts_stand_for_the_defaults() {
+        let spec = VmSpec::default();
+        assert_eq!(spec.snapshot_policy(), SnapshotPolicy::Always);
+        assert_eq!(spec.os(), OSType::Linux);
+        assert_eq!(spec.backend(), Backend::CloudHypervisor);
+        assert_eq!(spec.probe_port(), Ok(None));
+    }
+
+    #[test]
+    fn a_probe_port_outside_the_range_is_an_error() {
+        for text in ["0", "65536", "-1", "abc", " 22"] {
+            let spec = VmSpec { probe_port: text.into(), ..VmSpec::default() };
+            assert!(spec.probe_port().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_clone_of_hibernated_state_is_seen() {
+        let clones = |image: &str, mode: &str| {
+            VmSpec { image: image.into(), mode: mode.into(), ..VmSpec::default() }.clones_hibernated_state()
+        };
+        assert!(clones("vk-prod-demo-0-71ea62:hibernate", "clone"));
+        assert!(!clones("vk-prod-demo-0-71ea62:hibernate", "run"));
+        assert!(!clones("hibernate", "clone"));
+        assert!(!clones("host:5000/hibernate", "clone"));
+    }
+
+    #[test]
+    fn what_is_cleared_is_id_and_address() {
+        let mut pod = Annotations::new();
+        VmRuntime { vm_id: "x".into(), ip: "10.0.0.7".into(), vnc_port: 1 }.apply(&mut pod);
+        for (key, value) in VmRuntime::cleared() {
+            assert_eq!(value, None);
+            pod.remove(&key);
+        }
+        assert_eq!(VmRuntime::parse(&pod), VmRuntime { vnc_port: 1, ..VmRuntime::default() });
+    }
+
+    proptest! {
+        #[test]
+        fn a_spec_written_onto_a_fresh_object_reads_back(spec in spec()) {
+            let mut object = Annotations::new();
+            spec.apply(&mut object);
+            prop_assert_eq!(VmSpec::parse(&object), spec);
+        }
+
+        #[test]
+        fn writing_a_spec_never_clears_a_key(first in spec(), second in spec()) {
+            let mut object = Annotations::new();
+            first.apply(&mut object);
+            let before: Vec<String> = object.keys().cloned().collect();
+            second.apply(&mut object);
+            prop_assert!(before.iter().all(|key| object.contains_key(key)));
+        }
     }
 }
