@@ -1,13 +1,32 @@
 //! The host's side of one guest port.
 //!
-//! Entry point: [`Channel::open`] on the Unix socket of a virtio-serial port.
+//! Entry point: [`Channel::open`] on the Unix socket of a virtio-serial port. One task of the channel owns
+//! the `yamux` connection; every session is one stream of it with a task of its own, ended by dropping the
+//! [`ExecSession`] or the [`Channel`]. A lost connection or a broken session is always an error, never an
+//! exit code.
 
-use std::{collections::BTreeMap, time::Duration};
+mod connection;
+mod fallback;
+mod session;
 
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD};
 use thiserror::Error;
-use tokio::{net::UnixStream, sync::mpsc};
+use tokio::{
+    net::UnixStream,
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    time::timeout,
+};
 
-use crate::protocol::Identity;
+pub use self::session::{Entropy, ask, start};
+use crate::{
+    MAX_SESSIONS,
+    protocol::{Frame, Identity, Kind},
+};
+
+/// Most bytes of stdout and of stderr that [`Channel::output`] collects.
+pub const OUTPUT_LIMIT: usize = 1 << 20;
 
 /// Why a session with the guest agent could not be had, or broke.
 #[derive(Debug, Error)]
@@ -53,43 +72,15 @@ pub enum ExecEvent {
 }
 
 /// A running command: feed `stdin` (dropping the sender closes it), read `events` until `Exit` or an error.
+///
+/// Dropping `events` before that cancels the command: the agent kills its process group. Whoever feeds
+/// `stdin` from something that failed drops the whole session, lest the command takes the rest for all.
 #[derive(Debug)]
 pub struct ExecSession {
     /// Bytes for standard input.
     pub stdin: mpsc::Sender<Vec<u8>>,
     /// What the command says; ends after `Exit` or one error.
     pub events: mpsc::Receiver<Result<ExecEvent, GuestError>>,
-}
-
-/// One open guest port. Sessions run side by side on it; dropping it ends them.
-#[derive(Debug)]
-pub struct Channel {}
-
-impl Channel {
-    /// Sends the preamble with a fresh random epoch and waits until the agent echoes it.
-    pub async fn open(stream: UnixStream, limit: Duration) -> Result<Self, GuestError> {
-        let _ = (stream, limit);
-        Err(GuestError::Closed)
-    }
-
-    /// Starts a command.
-    pub async fn exec(&self, exec: Exec) -> Result<ExecSession, GuestError> {
-        let _ = exec;
-        Err(GuestError::Closed)
-    }
-
-    /// Gives the guest its identity; falls back to the steps of `engine-cli` §9 by exec where the agent
-    /// does not know the frame.
-    pub async fn identity(&self, identity: Identity, limit: Duration) -> Result<(), GuestError> {
-        let _ = (identity, limit);
-        Err(GuestError::Closed)
-    }
-
-    /// Runs a short command and collects its output (at most 1 MiB each of stdout and stderr).
-    pub async fn output(&self, exec: Exec, limit: Duration) -> Result<Output, GuestError> {
-        let _ = (exec, limit);
-        Err(GuestError::Closed)
-    }
 }
 
 /// What a short command left.
@@ -101,4 +92,104 @@ pub struct Output {
     pub stdout: Vec<u8>,
     /// Standard error.
     pub stderr: Vec<u8>,
+}
+
+/// One open guest port. Sessions run side by side on it; dropping it ends them.
+#[derive(Debug)]
+pub struct Channel {
+    connection: connection::Handle,
+    permits: Arc<Semaphore>,
+}
+
+impl Channel {
+    /// Sends the preamble with a fresh random epoch and waits until the agent echoes it. While nothing
+    /// answers it is repeated: an agent that starts again loses what its predecessor had not read.
+    pub async fn open(stream: UnixStream, limit: Duration) -> Result<Self, GuestError> {
+        let transport = connection::greet(stream, limit).await?;
+        let permits = Arc::new(Semaphore::new(MAX_SESSIONS));
+        Ok(Self { connection: connection::Handle::spawn(transport), permits })
+    }
+
+    /// Starts a command. Waits while 256 sessions are running.
+    pub async fn exec(&self, exec: Exec) -> Result<ExecSession, GuestError> {
+        let (stream, permit) = self.stream().await?;
+        Ok(session::start_holding(stream, exec, permit))
+    }
+
+    /// Gives the guest its identity; falls back to the steps of `engine-cli` §9 by exec where the agent
+    /// does not know the frame.
+    pub async fn identity(&self, identity: Identity, limit: Duration) -> Result<(), GuestError> {
+        within(limit, async {
+            let (stream, _permit) = self.stream().await?;
+            let frame = Frame { kind: Kind::Identity, identity: identity.clone(), ..Frame::default() };
+            match ask(stream, &frame).await {
+                Err(GuestError::Refused(why)) if !why.starts_with(IDENTITY_PREFIX) => {
+                    tracing::warn!(why, "the guest agent knows no identity frame; running the steps one by one");
+                    fallback::identity(self, &identity).await
+                }
+                other => other,
+            }
+        })
+        .await
+    }
+
+    /// Gives the guest fresh entropy (the first 512 bytes are used), and a new machine id if asked.
+    pub async fn reseed(&self, entropy: Entropy, limit: Duration) -> Result<(), GuestError> {
+        within(limit, async {
+            let (stream, _permit) = self.stream().await?;
+            ask(stream, &entropy.frame()).await
+        })
+        .await
+    }
+
+    /// Runs a short command and collects its output (at most 1 MiB each of stdout and stderr; the rest is
+    /// read and dropped).
+    pub async fn output(&self, exec: Exec, limit: Duration) -> Result<Output, GuestError> {
+        within(limit, async {
+            let ExecSession { stdin, mut events } = self.exec(exec).await?;
+            drop(stdin);
+            let mut output = Output::default();
+            while let Some(event) = events.recv().await {
+                match event? {
+                    ExecEvent::Started(_) => {}
+                    ExecEvent::Stdout(data) => append(&mut output.stdout, &data),
+                    ExecEvent::Stderr(data) => append(&mut output.stderr, &data),
+                    ExecEvent::Exit(code) => return Ok(Output { code, ..output }),
+                }
+            }
+            Err(GuestError::Closed)
+        })
+        .await
+    }
+
+    /// Ends when the connection is gone: the guest or its hypervisor ended, or another host took the port.
+    pub async fn closed(&self) {
+        self.connection.closed().await;
+    }
+
+    async fn stream(&self) -> Result<(connection::Stream, OwnedSemaphorePermit), GuestError> {
+        let permit = Arc::clone(&self.permits).acquire_owned().await.map_err(|_| GuestError::Closed)?;
+        Ok((self.connection.stream().await?, permit))
+    }
+}
+
+/// How every error of our agent about an identity begins; others mean it does not know the frame.
+pub(crate) const IDENTITY_PREFIX: &str = "identity: ";
+
+fn append(into: &mut Vec<u8>, data: &[u8]) {
+    let room = OUTPUT_LIMIT - into.len();
+    into.extend_from_slice(&data[..data.len().min(room)]);
+}
+
+async fn within<T>(
+    limit: Duration,
+    work: impl Future<Output = Result<T, GuestError>>,
+) -> Result<T, GuestError> {
+    timeout(limit, work).await.unwrap_or(Err(GuestError::Silent(limit)))
+}
+
+/// Base64 as an identity frame wants it.
+#[must_use]
+pub fn entropy_text(bytes: &[u8]) -> String {
+    STANDARD.encode(bytes)
 }

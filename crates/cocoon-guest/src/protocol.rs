@@ -1,6 +1,19 @@
-//! Frames between host and guest agent: newline-delimited JSON (`engine-cli` §8), pure.
+//! Frames between host and guest agent: newline-delimited JSON (`engine-cli` §8), pure but for
+//! [`FrameReader`] and [`FrameWriter`], which carry them over any byte stream.
+//!
+//! Entry points: [`encode`] and [`decode`]. Field order, omitted empty fields and escapes follow the
+//! original agent byte for byte (golden vectors `guest_agent`); keys are read without regard to case, as
+//! the original does.
 
-use serde::{Deserialize, Serialize};
+use std::{collections::BTreeMap, fmt};
+
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{IgnoredAny, MapAccess, Visitor},
+};
+use thiserror::Error;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Longest frame in bytes, newline excluded, in both directions.
 pub const MAX_FRAME: usize = 8 << 20;
@@ -29,4 +42,344 @@ pub struct Identity {
     /// Ask for a new DHCP lease once the link is up.
     #[serde(default)]
     pub renew_dhcp: bool,
+}
+
+/// The `type` of a frame.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Kind {
+    /// No type at all.
+    #[default]
+    None,
+    /// To the guest, first: run a command.
+    Exec,
+    /// To the guest, first: new entropy, perhaps a new machine id.
+    Reseed,
+    /// To the guest, first: become another machine (ours).
+    Identity,
+    /// To the guest: bytes for standard input.
+    Stdin,
+    /// To the guest: standard input ends.
+    StdinClose,
+    /// To the host: the command runs.
+    Started,
+    /// To the host: bytes of standard output.
+    Stdout,
+    /// To the host: bytes of standard error.
+    Stderr,
+    /// To the host, terminal: the command ended.
+    Exit,
+    /// To the host, terminal: the session failed.
+    Error,
+    /// A type we do not know.
+    Other(String),
+}
+
+const KINDS: [(&str, Kind); 10] = [
+    ("exec", Kind::Exec),
+    ("reseed", Kind::Reseed),
+    ("identity", Kind::Identity),
+    ("stdin", Kind::Stdin),
+    ("stdin_close", Kind::StdinClose),
+    ("started", Kind::Started),
+    ("stdout", Kind::Stdout),
+    ("stderr", Kind::Stderr),
+    ("exit", Kind::Exit),
+    ("error", Kind::Error),
+];
+
+impl Kind {
+    /// The word on the wire.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        match self {
+            Self::None => "",
+            Self::Other(word) => word,
+            known => KINDS.iter().find(|(_, kind)| kind == known).map_or("", |(word, _)| word),
+        }
+    }
+}
+
+impl From<&str> for Kind {
+    fn from(word: &str) -> Self {
+        match KINDS.iter().find(|(known, _)| *known == word) {
+            Some((_, kind)) => kind.clone(),
+            None if word.is_empty() => Self::None,
+            None => Self::Other(word.to_owned()),
+        }
+    }
+}
+
+/// One frame; fields that its type has no use for stay empty.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Frame {
+    /// `type`.
+    pub kind: Kind,
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Environment to merge.
+    pub env: BTreeMap<String, String>,
+    /// Bytes; base64 on the wire.
+    pub data: Vec<u8>,
+    /// Process id in the guest.
+    pub pid: i64,
+    /// Exit code; -1 when a signal killed the command.
+    pub exit_code: i64,
+    /// Text of an error.
+    pub message: String,
+    /// Whether `reseed` also makes a new machine id.
+    pub regen_machine_id: bool,
+    /// Fields of an `identity` frame, beside the others on the wire.
+    pub identity: Identity,
+}
+
+impl Frame {
+    /// A frame with nothing but its type.
+    #[must_use]
+    pub fn new(kind: Kind) -> Self {
+        Self { kind, ..Self::default() }
+    }
+
+    /// A frame that carries bytes.
+    #[must_use]
+    pub fn data(kind: Kind, data: Vec<u8>) -> Self {
+        Self { kind, data, ..Self::default() }
+    }
+
+    /// A terminal `error`.
+    #[must_use]
+    pub fn error(message: impl Into<String>) -> Self {
+        Self { kind: Kind::Error, message: message.into(), ..Self::default() }
+    }
+
+    /// A terminal `exit`.
+    #[must_use]
+    pub fn exit(code: i32) -> Self {
+        Self { kind: Kind::Exit, exit_code: code.into(), ..Self::default() }
+    }
+}
+
+/// Why bytes are not a frame.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// The line is longer than [`MAX_FRAME`].
+    #[error("a frame is longer than 8 MiB; send it in several")]
+    TooLong,
+    /// The line is not the JSON object of a frame.
+    #[error("a frame is not the JSON it should be")]
+    Malformed(#[source] serde_json::Error),
+    /// `data` is not base64.
+    #[error("the data of a frame is not base64")]
+    Data(#[source] base64::DecodeError),
+    /// The stream under the frames failed.
+    #[error("reading or writing a frame")]
+    Io(#[from] std::io::Error),
+}
+
+/// The fields in the order of the wire, empty ones left out.
+#[derive(Serialize)]
+struct Wire<'a> {
+    r#type: &'a str,
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    argv: &'a [String],
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    env: &'a BTreeMap<String, String>,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    data: String,
+    #[serde(skip_serializing_if = "is_zero")]
+    pid: i64,
+    #[serde(skip_serializing_if = "is_zero")]
+    exit_code: i64,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    message: &'a str,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    regen_machine_id: bool,
+    #[serde(flatten)]
+    identity: Option<&'a Identity>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+fn is_zero(n: &i64) -> bool {
+    *n == 0
+}
+
+/// The line of a frame, newline included.
+pub fn encode(frame: &Frame) -> Result<Vec<u8>, FrameError> {
+    let wire = Wire {
+        r#type: frame.kind.as_str(),
+        argv: &frame.argv,
+        env: &frame.env,
+        data: STANDARD.encode(&frame.data),
+        pid: frame.pid,
+        exit_code: frame.exit_code,
+        message: &frame.message,
+        regen_machine_id: frame.regen_machine_id,
+        identity: (frame.kind == Kind::Identity).then_some(&frame.identity),
+    };
+    let mut line = escape(serde_json::to_string(&wire).map_err(FrameError::Malformed)?).into_bytes();
+    if line.len() > MAX_FRAME {
+        return Err(FrameError::TooLong);
+    }
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// The original's encoder escapes these five inside strings, and they occur nowhere else in JSON.
+fn escape(json: String) -> String {
+    if !json.contains(['<', '>', '&', '\u{2028}', '\u{2029}']) {
+        return json;
+    }
+    let mut out = String::with_capacity(json.len() + 32);
+    for c in json.chars() {
+        match c {
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            _ => out.push(c),
+        }
+    }
+    out
+}
+
+/// Reads one line (with or without its newline) as a frame.
+pub fn decode(line: &[u8]) -> Result<Frame, FrameError> {
+    let line = line.strip_suffix(b"\n").unwrap_or(line);
+    if line.len() > MAX_FRAME {
+        return Err(FrameError::TooLong);
+    }
+    let raw: Raw = serde_json::from_slice::<Option<Raw>>(line).map_err(FrameError::Malformed)?.unwrap_or_default();
+    let data = STANDARD.decode(&raw.data).map_err(FrameError::Data)?;
+    Ok(Frame { data, ..raw.frame })
+}
+
+/// A frame whose data is still base64.
+#[derive(Default)]
+struct Raw {
+    frame: Frame,
+    data: String,
+}
+
+impl<'de> Deserialize<'de> for Raw {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(RawVisitor)
+    }
+}
+
+struct RawVisitor;
+
+impl<'de> Visitor<'de> for RawVisitor {
+    type Value = Raw;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a frame object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Raw, A::Error> {
+        let mut raw = Raw::default();
+        while let Some(key) = map.next_key::<String>()? {
+            let f = &mut raw.frame;
+            match key.to_ascii_lowercase().as_str() {
+                "type" => {
+                    let mut word = String::new();
+                    set(&mut map, &mut word)?;
+                    f.kind = Kind::from(word.as_str());
+                }
+                "argv" => set(&mut map, &mut f.argv)?,
+                "env" => set(&mut map, &mut f.env)?,
+                "data" => set(&mut map, &mut raw.data)?,
+                "pid" => set(&mut map, &mut f.pid)?,
+                "exit_code" => set(&mut map, &mut f.exit_code)?,
+                "message" => set(&mut map, &mut f.message)?,
+                "regen_machine_id" => set(&mut map, &mut f.regen_machine_id)?,
+                "macs" => set(&mut map, &mut f.identity.macs)?,
+                "hostname" => set(&mut map, &mut f.identity.hostname)?,
+                "machine_id" => set(&mut map, &mut f.identity.machine_id)?,
+                "unix_time_ns" => set(&mut map, &mut f.identity.unix_time_ns)?,
+                "entropy" => set(&mut map, &mut f.identity.entropy)?,
+                "renew_dhcp" => set(&mut map, &mut f.identity.renew_dhcp)?,
+                _ => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(raw)
+    }
+}
+
+/// Reads a value into `slot`; `null` leaves it as it is.
+fn set<'de, A: MapAccess<'de>, T: Deserialize<'de>>(map: &mut A, slot: &mut T) -> Result<(), A::Error> {
+    if let Some(value) = map.next_value::<Option<T>>()? {
+        *slot = value;
+    }
+    Ok(())
+}
+
+/// Reads frames off a byte stream. [`FrameReader::next`] may be dropped and called again.
+#[derive(Debug)]
+pub struct FrameReader<R> {
+    inner: R,
+    buffer: Vec<u8>,
+    /// Bytes of `buffer` already searched for a newline.
+    searched: usize,
+}
+
+impl<R: AsyncRead + Unpin> FrameReader<R> {
+    /// Reads from `inner`.
+    pub fn new(inner: R) -> Self {
+        Self { inner, buffer: Vec::new(), searched: 0 }
+    }
+
+    /// The next frame; `None` when the stream has ended. A last line without newline counts.
+    pub async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
+        loop {
+            if let Some(at) = self.buffer[self.searched..].iter().position(|&b| b == b'\n') {
+                let end = self.searched + at;
+                let frame = decode(&self.buffer[..end]);
+                self.consume(end + 1);
+                return frame.map(Some);
+            }
+            self.searched = self.buffer.len();
+            if self.searched > MAX_FRAME {
+                return Err(FrameError::TooLong);
+            }
+            self.buffer.reserve(16 << 10);
+            if self.inner.read_buf(&mut self.buffer).await? == 0 {
+                return match std::mem::take(&mut self.buffer) {
+                    rest if rest.is_empty() => Ok(None),
+                    rest => decode(&rest).map(Some),
+                };
+            }
+        }
+    }
+
+    fn consume(&mut self, n: usize) {
+        self.buffer.drain(..n);
+        self.searched = 0;
+        // One huge frame must not keep its memory for the rest of a long session.
+        if self.buffer.capacity() > 1 << 20 && self.buffer.len() < 64 << 10 {
+            self.buffer.shrink_to(64 << 10);
+        }
+    }
+}
+
+/// Writes frames to a byte stream.
+#[derive(Debug)]
+pub struct FrameWriter<W> {
+    inner: W,
+}
+
+impl<W: AsyncWrite + Unpin> FrameWriter<W> {
+    /// Writes to `inner`.
+    pub fn new(inner: W) -> Self {
+        Self { inner }
+    }
+
+    /// Writes one frame and flushes it.
+    pub async fn send(&mut self, frame: &Frame) -> Result<(), FrameError> {
+        self.inner.write_all(&encode(frame)?).await?;
+        Ok(self.inner.flush().await?)
+    }
+
+    /// Ends the writing side, so that the peer sees the end of the stream.
+    pub async fn close(&mut self) -> Result<(), FrameError> {
+        Ok(self.inner.shutdown().await?)
+    }
 }

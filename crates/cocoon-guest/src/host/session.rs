@@ -1,0 +1,186 @@
+//! One session of `engine-cli` §8 from the client's side, over any byte stream.
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, split},
+    sync::mpsc,
+};
+
+use super::{Exec, ExecEvent, ExecSession, GuestError};
+use crate::protocol::{Frame, FrameError, FrameReader, FrameWriter, Kind, STDIN_CHUNK};
+
+/// Largest piece of output in one event, so that a full queue stays below 1 MiB.
+const EVENT_CHUNK: usize = 64 << 10;
+const QUEUE: usize = 8;
+
+/// Entropy for [`super::Channel::reseed`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Entropy {
+    /// Fresh random bytes.
+    pub bytes: Vec<u8>,
+    /// Also give the guest a new machine id.
+    pub regen_machine_id: bool,
+}
+
+impl Entropy {
+    /// The frame that asks for it.
+    #[must_use]
+    pub fn frame(&self) -> Frame {
+        Frame {
+            kind: Kind::Reseed,
+            data: self.bytes.clone(),
+            regen_machine_id: self.regen_machine_id,
+            ..Frame::default()
+        }
+    }
+}
+
+/// Starts a command over `io`.
+pub fn start<T>(io: T, exec: Exec) -> ExecSession
+where
+    T: AsyncRead + AsyncWrite + Send + 'static,
+{
+    start_holding(io, exec, ())
+}
+
+/// Starts a command over `io`, keeping `held` until the session is over.
+pub(crate) fn start_holding<T, H>(io: T, exec: Exec, held: H) -> ExecSession
+where
+    T: AsyncRead + AsyncWrite + Send + 'static,
+    H: Send + 'static,
+{
+    let (stdin, input) = mpsc::channel(QUEUE);
+    let (events, output) = mpsc::channel(QUEUE);
+    tokio::spawn(async move {
+        run(io, exec, input, events).await;
+        drop(held);
+    });
+    ExecSession { stdin, events: output }
+}
+
+async fn run<T: AsyncRead + AsyncWrite>(
+    io: T,
+    exec: Exec,
+    input: mpsc::Receiver<Vec<u8>>,
+    events: mpsc::Sender<Result<ExecEvent, GuestError>>,
+) {
+    let (reader, writer) = split(io);
+    let writing = async {
+        // A failed write shows up as the end of reading, which knows more about the cause.
+        if let Err(error) = feed(FrameWriter::new(writer), exec, input).await {
+            tracing::debug!(error = &error as &dyn std::error::Error, "standard input of a guest command");
+        }
+        std::future::pending::<()>().await;
+    };
+    let reading = async {
+        if let Err(error) = listen(FrameReader::new(reader), &events).await {
+            // Nobody listening any more is no news.
+            drop(events.send(Err(error)).await);
+        }
+    };
+    tokio::select! {
+        biased;
+        () = writing => {}
+        () = reading => {}
+        () = events.closed() => {}
+    }
+}
+
+/// Sends the command, then standard input until the sender is dropped.
+async fn feed<W: AsyncWrite + Unpin>(
+    mut frames: FrameWriter<W>,
+    exec: Exec,
+    mut input: mpsc::Receiver<Vec<u8>>,
+) -> Result<(), FrameError> {
+    frames.send(&Frame { kind: Kind::Exec, argv: exec.argv, env: exec.env, ..Frame::default() }).await?;
+    while let Some(bytes) = input.recv().await {
+        for chunk in bytes.chunks(STDIN_CHUNK) {
+            frames.send(&Frame::data(Kind::Stdin, chunk.to_vec())).await?;
+        }
+    }
+    frames.send(&Frame::new(Kind::StdinClose)).await?;
+    // The writing side stays open: its end would tell the agent that the client is gone.
+    std::future::pending().await
+}
+
+/// Reads what the agent says up to the terminal frame.
+async fn listen<R: AsyncRead + Unpin>(
+    mut frames: FrameReader<R>,
+    events: &mpsc::Sender<Result<ExecEvent, GuestError>>,
+) -> Result<(), GuestError> {
+    loop {
+        let frame = frames.next().await.map_err(broken)?.ok_or(GuestError::Closed)?;
+        let sent = match frame.kind {
+            Kind::Started => {
+                let pid = u32::try_from(frame.pid)
+                    .map_err(|_| GuestError::Protocol(format!("process id {} is none", frame.pid)))?;
+                events.send(Ok(ExecEvent::Started(pid))).await
+            }
+            Kind::Stdout => output(events, frame.data, ExecEvent::Stdout).await,
+            Kind::Stderr => output(events, frame.data, ExecEvent::Stderr).await,
+            Kind::Exit => {
+                let code = exit_code(&frame)?;
+                drop(events.send(Ok(ExecEvent::Exit(code))).await);
+                return Ok(());
+            }
+            Kind::Error => return Err(GuestError::Refused(frame.message)),
+            other => {
+                tracing::warn!(kind = other.as_str(), "the guest agent sent a frame of unknown type");
+                Ok(())
+            }
+        };
+        if sent.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+type Sent = Result<(), mpsc::error::SendError<Result<ExecEvent, GuestError>>>;
+
+async fn output(
+    events: &mpsc::Sender<Result<ExecEvent, GuestError>>,
+    data: Vec<u8>,
+    event: fn(Vec<u8>) -> ExecEvent,
+) -> Sent {
+    if data.len() <= EVENT_CHUNK {
+        return events.send(Ok(event(data))).await;
+    }
+    for chunk in data.chunks(EVENT_CHUNK) {
+        events.send(Ok(event(chunk.to_vec()))).await?;
+    }
+    Ok(())
+}
+
+/// Sends one frame that needs no more than a terminal answer (`reseed`, `identity`), and waits for it.
+pub async fn ask<T: AsyncRead + AsyncWrite>(io: T, frame: &Frame) -> Result<(), GuestError> {
+    let (reader, writer) = split(io);
+    let mut writer = FrameWriter::new(writer);
+    writer.send(frame).await.map_err(broken)?;
+    let mut frames = FrameReader::new(reader);
+    loop {
+        let frame = frames.next().await.map_err(broken)?.ok_or(GuestError::Closed)?;
+        match frame.kind {
+            Kind::Exit => {
+                return match exit_code(&frame)? {
+                    0 => Ok(()),
+                    code => Err(GuestError::Protocol(format!("exit code {code} where only 0 makes sense"))),
+                };
+            }
+            Kind::Error => return Err(GuestError::Refused(frame.message)),
+            _ => {}
+        }
+    }
+}
+
+fn exit_code(frame: &Frame) -> Result<i32, GuestError> {
+    i32::try_from(frame.exit_code)
+        .map_err(|_| GuestError::Protocol(format!("exit code {} is none", frame.exit_code)))
+}
+
+/// A reset stream reads as an error of the connection; everything else is the peer's fault.
+fn broken(error: FrameError) -> GuestError {
+    match error {
+        FrameError::Io(e) if e.kind() == std::io::ErrorKind::WriteZero => GuestError::Closed,
+        FrameError::Io(e) => GuestError::Io(e),
+        other => GuestError::Protocol(other.to_string()),
+    }
+}
