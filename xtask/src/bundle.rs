@@ -33,8 +33,9 @@ const MODULES: [&str; 9] = [
     "af_packet",
 ];
 
-/// Makes the bundle; `root` is the workspace. Returns its folder.
-pub fn run(root: &Path) -> Result<PathBuf> {
+/// Makes the bundle. Returns its folder.
+pub fn run() -> Result<PathBuf> {
+    let root = crate::root();
     let bundle = root.join("target/bundle");
     let kernel = kernel_package()?;
     let stamp = format!("recipe {RECIPE}\n{}\n{}\n", candidate(&kernel)?, candidate(BUSYBOX)?);

@@ -17,8 +17,9 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 const AGENT: &str = "cocoon-guest-agent";
 const SHIM: &str = "libcocoon_shim.so";
 
-/// Builds both; `root` is the workspace. Returns the folder that holds them.
-pub fn run(root: &Path) -> Result<PathBuf> {
+/// Builds both. Returns the folder that holds them.
+pub fn run() -> Result<PathBuf> {
+    let root = &crate::root();
     let embed = root.join("target/embed");
     let target = root.join("target/guest");
     fs::create_dir_all(&embed)?;
@@ -35,7 +36,9 @@ pub fn run(root: &Path) -> Result<PathBuf> {
 
     eprintln!("embed: building {SHIM}");
     checked(cargo(root, &target).args(["-p", "cocoon-shim"]).env_remove("RUSTFLAGS"))?;
-    put(&target.join("release").join(SHIM), &embed.join(SHIM))?;
+    let stripped = target.join("shim.stripped");
+    checked(Command::new("strip").arg("-o").arg(&stripped).arg(target.join("release").join(SHIM)))?;
+    put(&stripped, &embed.join(SHIM))?;
     Ok(embed)
 }
 
