@@ -20,7 +20,9 @@ pub(super) enum Question {
 impl std::fmt::Debug for Question {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Blob(repository, of, _) | Self::Manifest(repository, of, _) => write!(f, "{repository}@{of}"),
+            Self::Blob(repository, of, _) | Self::Manifest(repository, of, _) => {
+                write!(f, "{repository}@{of}")
+            }
         }
     }
 }

@@ -246,16 +246,20 @@ impl Extension {
         }
         let link = self.link.or_else(|| header.link_name_bytes().map(std::borrow::Cow::into_owned));
         let kind = kind_of(header.entry_type(), &raw, link, &shown)?;
-        let owner = |pax: Option<u64>, header: io::Result<u64>| {
-            let id = pax.map_or(header, Ok).ok().and_then(|id| u32::try_from(id).ok());
+        let owner = |pax: Option<u64>, field: &[u8], header: io::Result<u64>| {
+            // Some writers leave a zero field blank.
+            let blank = field.iter().all(|byte| matches!(byte, 0 | b' '));
+            let id =
+                pax.map_or(if blank { Ok(0) } else { header }, Ok).ok().and_then(|id| u32::try_from(id).ok());
             // u32::MAX is "leave as it is" to chown.
             id.filter(|id| *id != u32::MAX).ok_or_else(|| hostile(&shown, "malformed owner or group"))
         };
+        let old = header.as_old();
         Ok(Member {
             kind,
             mode: header.mode().map_err(|_| hostile(&shown, "malformed mode"))? & 0o7777,
-            uid: owner(self.uid, header.uid())?,
-            gid: owner(self.gid, header.gid())?,
+            uid: owner(self.uid, &old.uid, header.uid())?,
+            gid: owner(self.gid, &old.gid, header.gid())?,
             size,
             xattrs: self.xattrs,
             path,
@@ -341,7 +345,7 @@ mod tests {
 
     #[test]
     fn pax_records_are_split_by_length_so_values_may_hold_newlines() {
-        assert_eq!(pax(b"9 a=b\nc\n\n10 path=x\n"), None);
+        assert_eq!(pax(b"9 a=b\nc\n\n"), Some(vec![(&b"a"[..], &b"b\nc\n"[..])]));
         assert_eq!(pax(b"8 a=b\nc\n10 path=x\n"), Some(vec![(&b"a"[..], &b"b\nc"[..]), (b"path", b"x")]));
         for bad in [&b"99 a=b\n"[..], b"x a=b\n", b"6 ab=c", b"0 ", b"6 abcd\n", b"-1 a=b\n"] {
             assert_eq!(pax(bad), None, "{}", printable(bad));
