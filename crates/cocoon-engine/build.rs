@@ -13,12 +13,12 @@ fn main() -> io::Result<()> {
         PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").ok_or_else(|| missing("CARGO_MANIFEST_DIR"))?);
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or_else(|| missing("OUT_DIR"))?);
     let source = manifest.join("../../target/embed");
+    // The folder is watched, not the files: a file that does not exist would rebuild the crate each time.
+    fs::create_dir_all(&source)?;
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-env-changed=COCOON_EMBED_DIR");
-    let source = env::var_os("COCOON_EMBED_DIR").map_or(source, PathBuf::from);
+    println!("cargo::rerun-if-changed={}", source.display());
     for part in PARTS {
         let path = source.join(part);
-        println!("cargo::rerun-if-changed={}", path.display());
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),

@@ -11,7 +11,14 @@ use cocoon_oci::snapshot::{Envelope, SourceFile};
 
 use crate::{
     error::{BringUpError, ChangeError, Fault, ImportError, LookupError},
-    model::{CloneSpec, Image, RunSpec, Snapshot, Vm},
+    gc,
+    model::{CloneSpec, Image, RunSpec, Snapshot, Vm, VmState},
+    snapshot::{adopt, store::Stage},
+    vm::{
+        Shared, blocking, bring_up,
+        capture::{self, Wish},
+        clone, guest, tear_down,
+    },
 };
 
 /// Whether clones map guest memory privately (ARCHITECTURE.md, "The memory recipe").
@@ -48,146 +55,164 @@ pub struct EngineConfig {
 /// The engine. Cheap to clone; all clones are one engine.
 #[derive(Debug, Clone)]
 pub struct Engine {
-    config: Arc<EngineConfig>,
-    world: Arc<dyn World>,
+    shared: Arc<Shared>,
 }
 
 /// A folder for a snapshot that is being pulled; dropped without [`Engine::snapshot_adopt`], it is removed.
 #[derive(Debug)]
 pub struct Staging {
-    folder: PathBuf,
+    stage: Stage,
 }
 
 impl Staging {
     /// Where the files go.
     #[must_use]
     pub fn folder(&self) -> &std::path::Path {
-        &self.folder
+        self.stage.folder()
     }
 }
 
-fn not_built(what: &str) -> Fault {
-    Fault::new(what, "not built yet")
-}
-
 impl Engine {
-    /// Opens the folders and the records; refuses a data folder of another version.
+    /// Opens the folders and the records, and takes down what a crash left half made; refuses a data
+    /// folder of another version.
     pub async fn open(config: EngineConfig, world: Arc<dyn World>) -> Result<Self, Fault> {
-        Ok(Self { config: Arc::new(config), world })
+        let shared = Arc::new(Shared::open(config, world).await?);
+        for what in gc::half_made(&shared).await? {
+            tracing::info!(what, "removed what a crash left");
+        }
+        Ok(Self { shared })
     }
 
     /// The configuration.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
-        let _ = &self.world;
-        &self.config
+        &self.shared.config
     }
 
     /// Boots a VM from a local image and waits until its agent answers.
     pub async fn run(&self, spec: RunSpec) -> Result<Vm, BringUpError> {
-        Err(not_built(&spec.name).into())
+        bring_up::run(&self.shared, spec).await
     }
 
     /// Clones a snapshot: private memory, disk overlay, NIC down until the guest has its identity.
     pub async fn clone_vm(&self, spec: CloneSpec) -> Result<Vm, BringUpError> {
-        Err(not_built(&spec.name).into())
+        clone::clone_vm(&self.shared, spec).await
     }
 
     /// All VMs, oldest first, with `creating` ones, reconciled with their processes.
     pub async fn list(&self) -> Result<Vec<Vm>, LookupError> {
-        Err(not_built("list").into())
+        let records = self.shared.records.list().await?;
+        Ok(records.into_iter().map(|record| self.shared.shown(record)).collect())
     }
 
     /// One VM by id, name or unique id prefix of at least three characters.
     pub async fn inspect(&self, vm: &str) -> Result<Vm, LookupError> {
-        Err(not_built(vm).into())
+        Ok(self.shared.shown(self.shared.records.find(vm).await?))
     }
 
-    /// Cold start from the VM's own disk. Running already is success; a paused guest is resumed.
+    /// Cold start from the VM's own disk. Running already is success; a paused guest is resumed, and a
+    /// clone whose guest has not taken its identity yet is asked again.
     pub async fn start(&self, vm: &str) -> Result<Vm, BringUpError> {
-        Err(not_built(vm).into())
+        bring_up::start(&self.shared, vm).await
     }
 
     /// Ends the hypervisor: the guest's power button first, killed after `timeout` or with `force`.
     pub async fn stop(&self, vm: &str, force: bool, timeout: Duration) -> Result<(), ChangeError> {
-        let _ = (force, timeout);
-        Err(not_built(vm).into())
+        bring_up::stop(&self.shared, vm, force, timeout).await
     }
 
     /// Removes a VM and all that belongs to it: process, taps, rules, folders, record.
     pub async fn remove(&self, vm: &str, force: bool) -> Result<(), ChangeError> {
-        let _ = force;
-        Err(not_built(vm).into())
+        let (record, lock) = self.shared.lock_existing(vm).await?;
+        if !force && self.shared.process_of(&record).is_some() {
+            return Err(ChangeError::ForceRequired(record.vm.config.name));
+        }
+        Ok(tear_down::all(&self.shared, &record, lock).await?)
     }
 
     /// Saves a snapshot named `name`; the guest pauses for the capture only. The name is checked first.
     pub async fn save(&self, vm: &str, name: &str, description: &str) -> Result<Snapshot, ChangeError> {
-        let _ = (name, description);
-        Err(not_built(vm).into())
+        let wish = Wish { name: name.to_owned(), description: description.to_owned(), keep_paused: false };
+        capture::snapshot(&self.shared, vm, wish).await
     }
 
     /// Like [`Engine::save`], but the guest stays paused until [`Engine::resume`] or [`Engine::remove`].
     /// An older snapshot of that name is replaced only once the new one is complete. A failed capture
     /// resumes the guest.
     pub async fn capture(&self, vm: &str, name: &str) -> Result<Snapshot, ChangeError> {
-        let _ = name;
-        Err(not_built(vm).into())
+        let wish = Wish { name: name.to_owned(), description: String::new(), keep_paused: true };
+        capture::snapshot(&self.shared, vm, wish).await
     }
 
     /// Lets a paused guest go on. Not paused is success.
     pub async fn resume(&self, vm: &str) -> Result<(), ChangeError> {
-        Err(not_built(vm).into())
+        capture::let_go_by_name(&self.shared, vm).await
     }
 
     /// An open channel to the guest agent. `agent_port` is true for the holder of `agent.lock` (the node
     /// agent), else a free port for one CLI call is claimed.
     pub async fn guest(&self, vm: &str, agent_port: bool, limit: Duration) -> Result<GuestPort, ChangeError> {
-        let _ = (agent_port, limit);
-        Err(not_built(vm).into())
+        let record = self.shared.records.find(vm).await?;
+        let name = record.vm.config.name.clone();
+        if record.vm.state != VmState::Running || self.shared.process_of(&record).is_none() {
+            return Err(ChangeError::NotRunning(name));
+        }
+        let open = guest::open(&self.shared.run_folder(&record.vm.id), agent_port, limit).await;
+        let open = open.map_err(|error| Fault::new(format!("guest of VM {name}"), error))?;
+        Ok(GuestPort { channel: open.channel, _lock: open.lock })
     }
 
-    /// The guest's console so far (`console.log` in the VM's log folder).
+    /// The guest's console so far (`console.log` in the VM's log folder), cut when it grew too long.
     pub async fn console(&self, vm: &str) -> Result<PathBuf, LookupError> {
-        Err(not_built(vm).into())
+        let record = self.shared.records.find(vm).await?;
+        let path = self.shared.log_folder(&record.vm.id).console();
+        let at = path.clone();
+        blocking("console log", move || guest::trim_console(&at)).await?;
+        Ok(path)
     }
 
     /// All complete snapshots.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>, LookupError> {
-        Err(not_built("snapshots").into())
+        Ok(self.shared.snapshots.list().await?)
     }
 
     /// One complete snapshot by id, name or unique id prefix.
     pub async fn snapshot(&self, snapshot: &str) -> Result<Snapshot, LookupError> {
-        Err(not_built(snapshot).into())
+        self.shared.snapshots.find(snapshot).await
     }
 
     /// Removes a snapshot; VMs cloned from it keep what they need.
     pub async fn snapshot_remove(&self, snapshot: &str) -> Result<(), LookupError> {
-        Err(not_built(snapshot).into())
+        self.shared.snapshots.remove(snapshot).await
     }
 
     /// The files of a snapshot, for a push. They do not change while the snapshot exists.
     pub async fn snapshot_files(&self, snapshot: &str) -> Result<Vec<SourceFile>, LookupError> {
-        Err(not_built(snapshot).into())
+        let found = self.shared.snapshots.find(snapshot).await?;
+        Ok(blocking("files of a snapshot", move || adopt::files(&found.folder)).await?)
     }
 
     /// An empty folder on the store's file system, for a pull.
     pub async fn snapshot_staging(&self) -> Result<Staging, Fault> {
-        Err(not_built("staging"))
+        let id = self.shared.world.engine_id();
+        Ok(Staging { stage: self.shared.snapshots.stage(&id)? })
     }
 
     /// Checks the pulled files (all of `qemu.json`, qcow2 headers, sizes) and makes them the snapshot
     /// `name`, replacing an older one of that name. Keeps `envelope.id` when no other snapshot has it.
-    pub async fn snapshot_adopt(&self, staging: Staging, name: &str, envelope: Envelope) -> Result<Snapshot, ChangeError> {
-        let _ = (staging, name, envelope);
-        Err(not_built("adopt").into())
+    pub async fn snapshot_adopt(
+        &self,
+        staging: Staging,
+        name: &str,
+        envelope: Envelope,
+    ) -> Result<Snapshot, ChangeError> {
+        adopt::adopt(&self.shared, staging.stage, name, envelope).await
     }
 
     /// Imports an image from archive files: an OCI or docker archive, or root file system layers (tar,
     /// lowest first). The same name is replaced. Bytes are streamed; nothing hostile is unpacked.
     pub async fn image_import(&self, name: &str, files: &[PathBuf]) -> Result<Image, ImportError> {
-        let _ = (name, files);
-        Err(not_built(name).into())
+        self.shared.images.import(name, files).await
     }
 
     /// Imports a container image that a registry holds.
@@ -198,28 +223,27 @@ impl Engine {
         repository: &str,
         reference: &str,
     ) -> Result<Image, ImportError> {
-        let _ = (registry, repository, reference);
-        Err(not_built(name).into())
+        self.shared.images.pull(name, registry, repository, reference).await
     }
 
     /// All images.
     pub async fn images(&self) -> Result<Vec<Image>, LookupError> {
-        Err(not_built("images").into())
+        self.shared.images.list().await
     }
 
     /// One image by ref or digest.
     pub async fn image(&self, image: &str) -> Result<Image, LookupError> {
-        Err(not_built(image).into())
+        self.shared.images.get(image).await
     }
 
     /// Forgets an image; its blobs go at gc.
     pub async fn image_remove(&self, image: &str) -> Result<(), LookupError> {
-        Err(not_built(image).into())
+        self.shared.images.remove(image).await
     }
 
     /// Removes what nothing needs: blobs, folders without record, half-made VMs without an owner, taps.
     pub async fn gc(&self) -> Result<Vec<String>, Fault> {
-        Err(not_built("gc"))
+        gc::all(&self.shared).await
     }
 }
 

@@ -115,7 +115,9 @@ pub enum ChangeError {
         holder: String,
     },
     /// Not enough disk for what must be written.
-    #[error("disk full: {needed} bytes are needed in {folder}, {free} are free; free space or move --root-dir")]
+    #[error(
+        "disk full: {needed} bytes are needed in {folder}, {free} are free; free space or move --root-dir"
+    )]
     DiskFull {
         /// Where.
         folder: String,

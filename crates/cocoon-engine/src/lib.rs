@@ -17,3 +17,14 @@ pub mod engine;
 pub mod error;
 pub mod image;
 pub mod model;
+
+mod cgroup;
+mod disk;
+mod gc;
+mod paths;
+mod process;
+mod qemu;
+mod records;
+mod snapshot;
+mod sys;
+mod vm;

@@ -1,0 +1,112 @@
+//! What nothing needs any more: half-made VMs without an owner, folders without a record, links,
+//! snapshot folders, blobs of images.
+//!
+//! Entry points: [`all`], [`half_made`]. Whoever owns a VM holds its lock, so a lock that can be had
+//! says that nobody works on it.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use crate::{
+    error::Fault,
+    model::VmState,
+    vm::{Shared, tear_down},
+};
+
+/// Takes everything that can go; returns one line for each thing that went.
+pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
+    let mut gone = half_made(shared).await?;
+    gone.extend(strays(shared).await?);
+    gone.extend(shared.snapshots.collect().await?);
+    let records = shared.records.list().await?;
+    if let Some(network) = &shared.config.network {
+        let live: BTreeSet<String> = records.iter().map(|record| record.vm.id.clone()).collect();
+        let swept = cocoon_net::links::collect(network, &live).await;
+        swept.map_err(|error| Fault::new("links without a VM", error))?;
+    }
+    let mut needed: BTreeSet<String> = records.into_iter().flat_map(|record| record.image_blob_ids).collect();
+    for snapshot in shared.snapshots.list().await? {
+        needed.extend(snapshot.envelope.image_blob_ids.into_keys());
+    }
+    let blobs = shared.images.collect(&needed).await?;
+    gone.extend(blobs.into_iter().map(|blob| format!("image blob {blob}")));
+    Ok(gone)
+}
+
+/// Takes down `creating` VMs that nobody is creating.
+pub(crate) async fn half_made(shared: &Shared) -> Result<Vec<String>, Fault> {
+    let mut gone = Vec::new();
+    for record in shared.records.list().await? {
+        if record.vm.state != VmState::Creating {
+            continue;
+        }
+        let Some(lock) = shared.try_lock(&record.vm.id)? else { continue };
+        // Asked again under the lock: it may have become a VM, or be gone.
+        let Ok(record) = shared.records.find(&record.vm.id).await else {
+            let _ = fs::remove_file(lock.path());
+            continue;
+        };
+        if record.vm.state == VmState::Creating {
+            tear_down::all(shared, &record, lock).await?;
+            gone.push(format!("half-made VM {} ({})", record.vm.config.name, record.vm.id));
+        }
+    }
+    Ok(gone)
+}
+
+/// Run and log folders and lock files without a record, with whatever process they still have.
+async fn strays(shared: &Shared) -> Result<Vec<String>, Fault> {
+    let mut ids = BTreeSet::new();
+    for folder in [&shared.config.run_dir, &shared.config.log_dir, &shared.config.root_dir.join("locks")] {
+        ids.extend(names(folder)?);
+    }
+    for record in shared.records.list().await? {
+        ids.remove(&record.vm.id);
+    }
+    let mut gone = Vec::new();
+    for id in ids {
+        let Some(lock) = shared.try_lock(&id)? else { continue };
+        if matches!(shared.records.find(&id).await, Err(crate::error::LookupError::VmNotFound(_))) {
+            tear_down::parts(shared, &id, None).await?;
+            let _ = fs::remove_file(lock.path());
+            gone.push(format!("leftovers of VM {id}"));
+        }
+    }
+    Ok(gone)
+}
+
+/// Names in a folder that have the form of our ids; anything else is not ours.
+fn names(folder: &Path) -> Result<Vec<String>, Fault> {
+    let fault = |error| Fault::new(format!("folder {}", folder.display()), error);
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(fault)? {
+        let name = entry.map_err(fault)?.file_name();
+        let name = name.to_string_lossy();
+        let name = name.strip_suffix(".lock").unwrap_or(&name);
+        if is_id(name) {
+            names.push(name.to_owned());
+        }
+    }
+    Ok(names)
+}
+
+fn is_id(name: &str) -> bool {
+    name.len() == 26 && name.chars().all(|c| c.is_ascii_uppercase() || ('2'..='7').contains(&c))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_with_the_form_of_an_id_are_ours() {
+        for (name, ours) in [
+            ("ABCDEFGHIJKLMNOPQRSTUVWXY2", true),
+            ("abcdefghijklmnopqrstuvwxy2", false),
+            ("ABCDEFGHIJKLMNOPQRSTUVWXY1", false),
+            ("ABC", false),
+            ("network.json", false),
+        ] {
+            assert_eq!(is_id(name), ours, "{name}");
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! A process by identity: its id and its start time, so that a reused id is never taken for it.
+//!
+//! Entry points: [`Process::of_pid_file`], [`Process::alive`], [`Process::kill`]. Signals and waiting go
+//! through pidfds.
+
+use std::{io, path::Path, time::Duration};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
+};
+use serde::{Deserialize, Serialize};
+
+/// A process of this boot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Process {
+    /// Process id.
+    pub(crate) pid: u32,
+    /// Clock ticks after boot at which it started.
+    pub(crate) start: u64,
+}
+
+/// Process id, state and start time from a line of `/proc/PID/stat`.
+fn parse_stat(line: &str) -> Option<(Process, char)> {
+    // The command stands in parentheses and may itself hold spaces and parentheses.
+    let (head, tail) = line.rsplit_once(')')?;
+    let pid = head.split(' ').next()?.parse().ok()?;
+    let mut fields = tail.split_ascii_whitespace();
+    let state = fields.next()?.chars().next()?;
+    // Field 22 of the line; the state was field 3.
+    let start = fields.nth(18)?.parse().ok()?;
+    Some((Process { pid, start }, state))
+}
+
+impl Process {
+    /// The process that wrote its `stat` line into `path` (`sys::Confinement::pid_file`). `None`: no
+    /// file, or nothing in it, so no process was ever started for it.
+    pub(crate) fn of_pid_file(path: &Path) -> io::Result<Option<Self>> {
+        match std::fs::read_to_string(path) {
+            Ok(line) => Ok(parse_stat(&line).map(|(process, _)| process)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The running process `pid`, if there is one.
+    #[must_use]
+    pub(crate) fn of_pid(pid: u32) -> Option<Self> {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        parse_stat(&line).filter(|(_, state)| !matches!(state, 'Z' | 'X')).map(|(process, _)| process)
+    }
+
+    /// Whether it still runs. A zombie does not; one of ours is reaped.
+    #[must_use]
+    pub(crate) fn alive(self) -> bool {
+        if Self::of_pid(self.pid) == Some(self) {
+            return true;
+        }
+        self.reap();
+        false
+    }
+
+    fn reap(self) {
+        if let Some(pid) = self.raw() {
+            // Not our child, or not there any more: nothing to reap.
+            let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+        }
+    }
+
+    fn raw(self) -> Option<Pid> {
+        i32::try_from(self.pid).ok().and_then(Pid::from_raw)
+    }
+
+    /// Kills it and waits until it is gone. Gone already is success. Blocks.
+    pub(crate) fn kill(self, limit: Duration) -> io::Result<()> {
+        self.end(Some(Signal::KILL), limit)
+    }
+
+    /// Waits until it is gone. Blocks.
+    pub(crate) fn wait(self, limit: Duration) -> io::Result<()> {
+        self.end(None, limit)
+    }
+
+    fn end(self, signal: Option<Signal>, limit: Duration) -> io::Result<()> {
+        let Some(pid) = self.raw() else { return Ok(()) };
+        let handle = match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(handle) => handle,
+            Err(Errno::SRCH) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        // The descriptor is fixed to one process; only now is it known which.
+        if !self.alive() {
+            return Ok(());
+        }
+        if let Some(signal) = signal {
+            match pidfd_send_signal(&handle, signal) {
+                Ok(()) | Err(Errno::SRCH) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let timeout = Timespec {
+            tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(limit.subsec_nanos()),
+        };
+        let ready = poll(&mut [PollFd::new(&handle, PollFlags::IN)], Some(&timeout))?;
+        self.reap();
+        if ready == 0 {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, format!("process {} did not end", self.pid)));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_name_with_spaces_and_parentheses_does_not_hide_the_start_time() {
+        let line = "4242 (a) b (c) S 1 4242 4242 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 2 3";
+        assert_eq!(parse_stat(line), Some((Process { pid: 4242, start: 987_654 }, 'S')));
+        assert_eq!(parse_stat("garbage"), None);
+        assert_eq!(parse_stat(""), None);
+    }
+
+    #[test]
+    fn a_child_is_alive_until_killed_and_a_stranger_with_its_id_is_not_it() {
+        let child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let process = Process::of_pid(child.id()).unwrap();
+        assert!(process.alive());
+        assert!(!Process { start: process.start + 1, ..process }.alive());
+        Process { start: process.start + 1, ..process }.kill(Duration::from_secs(1)).unwrap();
+        assert!(process.alive());
+        process.kill(Duration::from_secs(5)).unwrap();
+        assert!(!process.alive());
+        process.kill(Duration::from_secs(5)).unwrap();
+    }
+}

@@ -1,0 +1,214 @@
+//! Starts a confined QEMU on descriptors that this process opened.
+//!
+//! Entry point: [`launch`] (blocks). Invariants: QEMU's process notes itself in the run folder's pid
+//! file before it becomes QEMU, so no QEMU of ours is ever without a trace; it inherits exactly the
+//! descriptors on its command line.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, Write as _},
+    os::{
+        fd::{AsRawFd as _, OwnedFd, RawFd},
+        unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use super::{
+    command::{DiskWiring, GUEST_PORTS, NicWiring, Wiring, arguments},
+    machine::Machine,
+    memory::FileId,
+};
+use crate::{
+    cgroup,
+    error::Fault,
+    paths::{LogFolder, RunFolder, listen, named, open_read},
+    process::Process,
+    sys::{self, Confinement},
+};
+
+/// Where guest memory comes from.
+#[derive(Debug)]
+pub(crate) enum RamSource {
+    /// A RAM file of the VM's own, of the machine's memory size.
+    Own(File),
+    /// The snapshot's memory, mapped privately by the preloaded shim.
+    Private {
+        /// Open for reading only.
+        base: File,
+        /// The shim's code.
+        shim: &'static [u8],
+    },
+}
+
+/// All that a QEMU needs.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    /// The machine.
+    pub(crate) machine: Machine,
+    /// Shown by `ps`.
+    pub(crate) name: String,
+    /// VM id, for its control group.
+    pub(crate) id: String,
+    /// Unprivileged user and group.
+    pub(crate) uid: u32,
+    /// Kernel.
+    pub(crate) kernel: PathBuf,
+    /// Initrd.
+    pub(crate) initrd: PathBuf,
+    /// Kernel command line.
+    pub(crate) cmdline: String,
+    /// erofs files, lowest first.
+    pub(crate) layers: Vec<PathBuf>,
+    /// The writable disk's files, top first.
+    pub(crate) cow: Vec<PathBuf>,
+    /// Taps and MACs by NIC index.
+    pub(crate) nics: Vec<(Option<OwnedFd>, String)>,
+    /// Memory.
+    pub(crate) ram: RamSource,
+    /// Wait for device state instead of booting.
+    pub(crate) incoming: bool,
+}
+
+/// A started QEMU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Launched {
+    /// The process.
+    pub(crate) process: Process,
+    /// The file that its memory maps: its own, or the base if the shim did its work.
+    pub(crate) ram: FileId,
+}
+
+/// An anonymous RAM file: nothing of a guest's memory is written to a disk behind its back, and it
+/// goes with its last user.
+pub(crate) fn ram_file(size: u64) -> io::Result<File> {
+    let file = File::from(memfd_create("cocoon-ram", MemfdFlags::CLOEXEC)?);
+    file.set_len(size)?;
+    Ok(file)
+}
+
+/// Descriptors that QEMU inherits.
+#[derive(Default)]
+struct Kept(Vec<OwnedFd>);
+
+impl Kept {
+    fn keep(&mut self, fd: impl Into<OwnedFd>) -> RawFd {
+        let fd = fd.into();
+        let number = fd.as_raw_fd();
+        self.0.push(fd);
+        number
+    }
+}
+
+/// Starts QEMU. On an error nothing runs.
+pub(crate) fn launch(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> Result<Launched, Fault> {
+    let name = plan.name.clone();
+    let started = start(qemu, run, log, plan);
+    started.map_err(|error| Fault::new(format!("starting QEMU for VM {name}"), error))
+}
+
+fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Result<Launched> {
+    let mut kept = Kept::default();
+    let mut command = Command::new(qemu);
+    // A clean environment: nothing of the agent's reaches a program that runs guests.
+    command.env_clear().current_dir("/").stdin(Stdio::null());
+    let said = File::options().create(true).append(true).mode(0o600).open(log.qemu())?;
+    command.stdout(said.try_clone()?).stderr(said);
+    let small_pages = matches!(plan.ram, RamSource::Private { .. });
+    let (ram_fd, ram) = wire_ram(&mut command, &mut kept, plan.ram, plan.machine.memory)?;
+    let wiring = Wiring {
+        name: plan.name,
+        ram: ram_fd,
+        kernel: kept.keep(boot_file(run, &plan.kernel)?),
+        initrd: kept.keep(boot_file(run, &plan.initrd)?),
+        cmdline: plan.cmdline,
+        console: kept.keep(File::options().create(true).append(true).mode(0o600).open(log.console())?),
+        monitors: [kept.keep(listen(&run.ctl())?), kept.keep(listen(&run.events())?)],
+        ports: ports(&mut kept, run)?,
+        layers: plan.layers.iter().map(|path| layer(&mut kept, path)).collect::<io::Result<_>>()?,
+        cow: cow(&mut kept, &plan.cow)?,
+        nics: plan
+            .nics
+            .into_iter()
+            .map(|(tap, mac)| NicWiring { tap: tap.map(|tap| kept.keep(tap)), mac })
+            .collect(),
+        incoming: plan.incoming,
+    };
+    command.args(arguments(&plan.machine, &wiring));
+    let pid_file =
+        OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(run.pid_file())?;
+    let confinement = Confinement {
+        uid: plan.uid,
+        keep: kept.0,
+        pid_file: Some(pid_file.into()),
+        cgroup: cgroup::create(&plan.id),
+        oom_score_adj: b"500",
+        small_pages,
+    };
+    sys::spawn(command, confinement)?;
+    let process = Process::of_pid_file(&run.pid_file())?;
+    let process = process.ok_or_else(|| io::Error::other("QEMU's process left no note of itself"))?;
+    Ok(Launched { process, ram })
+}
+
+fn wire_ram(
+    command: &mut Command,
+    kept: &mut Kept,
+    source: RamSource,
+    size: u64,
+) -> io::Result<(RawFd, FileId)> {
+    match source {
+        RamSource::Own(file) => {
+            let id = FileId::of(&file)?;
+            Ok((kept.keep(file), id))
+        }
+        RamSource::Private { base, shim } => {
+            let empty = ram_file(size)?;
+            let (own, id) = (FileId::of(&empty)?, FileId::of(&base)?);
+            let mut library = File::from(memfd_create("cocoon-shim", MemfdFlags::CLOEXEC)?);
+            library.write_all(shim)?;
+            command.env("LD_PRELOAD", format!("/proc/self/fd/{}", kept.keep(library)));
+            command.env("COCOON_SHIM_RAM_DEV", own.device.to_string());
+            command.env("COCOON_SHIM_RAM_INO", own.inode.to_string());
+            command.env("COCOON_SHIM_BASE_FD", kept.keep(base).to_string());
+            Ok((kept.keep(empty), id))
+        }
+    }
+}
+
+/// QEMU opens kernel and initrd a second time, as its unprivileged user; a file that others may not
+/// read is handed over as a copy.
+fn boot_file(run: &RunFolder, path: &Path) -> io::Result<File> {
+    let mut file = open_read(path)?;
+    if file.metadata()?.mode() & 0o004 != 0 {
+        return Ok(file);
+    }
+    let copy = run.0.join(format!("boot-{}", path.file_name().unwrap_or_default().to_string_lossy()));
+    let mut to = File::options().write(true).create(true).truncate(true).mode(0o444).open(&copy)?;
+    io::copy(&mut file, &mut to)?;
+    open_read(&copy)
+}
+
+fn ports(kept: &mut Kept, run: &RunFolder) -> io::Result<[RawFd; GUEST_PORTS]> {
+    let mut ports = [-1; GUEST_PORTS];
+    for (index, port) in ports.iter_mut().enumerate() {
+        *port = kept.keep(listen(&run.port(index))?);
+    }
+    Ok(ports)
+}
+
+fn layer(kept: &mut Kept, path: &Path) -> io::Result<DiskWiring> {
+    Ok(DiskWiring { chain: vec![kept.keep(open_read(path)?)], qcow2: false, read_only: true })
+}
+
+fn cow(kept: &mut Kept, files: &[PathBuf]) -> io::Result<DiskWiring> {
+    let mut chain = Vec::new();
+    for (level, path) in files.iter().enumerate() {
+        let file = File::options().read(true).write(level == 0).open(path);
+        chain.push(kept.keep(file.map_err(|error| named(path, &error))?));
+    }
+    Ok(DiskWiring { chain, qcow2: true, read_only: false })
+}

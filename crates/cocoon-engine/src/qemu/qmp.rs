@@ -1,0 +1,158 @@
+//! A client of QEMU's machine protocol, for connect, use, close.
+//!
+//! Entry point: [`Qmp::connect`]. Everything is bounded: an answer has at most [`MAX_LINE`] bytes, a
+//! command at most [`COMMAND_LIMIT`]. QEMU talks to a hostile guest, so its answers are not trusted.
+
+use std::{io, os::fd::BorrowedFd, path::Path, time::Duration};
+
+use serde_json::{Value, json};
+use thiserror::Error;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _, Interest},
+    net::UnixStream,
+    time::{Instant, sleep, timeout, timeout_at},
+};
+
+use crate::paths::connect;
+
+/// Longest answer that is read.
+const MAX_LINE: usize = 1 << 20;
+/// Longest wait for one command's answer.
+const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+
+/// Why QEMU did not do what was asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub(crate) enum QmpError {
+    /// The socket failed or closed.
+    #[error("QEMU's monitor socket")]
+    Io(#[from] io::Error),
+    /// No answer in time.
+    #[error("QEMU did not answer {0} in time")]
+    Silent(String),
+    /// QEMU said no.
+    #[error("QEMU refused {command}: {message}")]
+    Refused {
+        /// Which command.
+        command: String,
+        /// Its words.
+        message: String,
+    },
+    /// Not the protocol.
+    #[error("QEMU's answer to {0} is not QMP")]
+    Protocol(String),
+}
+
+/// A connection with the greeting and the capabilities done.
+#[derive(Debug)]
+pub(crate) struct Qmp {
+    stream: UnixStream,
+    buffer: Vec<u8>,
+}
+
+impl Qmp {
+    /// Connects to the socket and waits until QEMU takes commands.
+    pub(crate) async fn connect(socket: &Path, limit: Duration) -> Result<Self, QmpError> {
+        let deadline = Instant::now() + limit;
+        let opening = async {
+            let mut qmp = Self { stream: connect(socket).await?, buffer: Vec::new() };
+            let greeting = qmp.line("greeting").await?;
+            if greeting.get("QMP").is_none() {
+                return Err(QmpError::Protocol("greeting".into()));
+            }
+            qmp.execute("qmp_capabilities", json!({})).await?;
+            Ok(qmp)
+        };
+        timeout_at(deadline, opening).await.unwrap_or_else(|_| Err(QmpError::Silent("greeting".into())))
+    }
+
+    /// Sends one command and waits for its answer; events in between are dropped.
+    pub(crate) async fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let request = request(command, &arguments);
+        let exchange = async {
+            self.stream.write_all(&request).await?;
+            self.answer(command).await
+        };
+        timeout(COMMAND_LIMIT, exchange).await.unwrap_or_else(|_| Err(QmpError::Silent(command.into())))
+    }
+
+    /// Gives QEMU a descriptor under `name`, for `fd:name`.
+    pub(crate) async fn pass_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
+        let request = request("getfd", &json!({ "fdname": name }));
+        let exchange = async {
+            let sent = self
+                .stream
+                .async_io(Interest::WRITABLE, || crate::sys::send_with_fd(&self.stream, &request, fd))
+                .await?;
+            let rest = request.get(sent..).unwrap_or_default();
+            self.stream.write_all(rest).await?;
+            self.answer("getfd").await
+        };
+        let done = timeout(COMMAND_LIMIT, exchange).await;
+        done.unwrap_or_else(|_| Err(QmpError::Silent("getfd".into()))).map(drop)
+    }
+
+    /// Waits until a migration, out or in, is complete.
+    pub(crate) async fn migrated(&mut self, limit: Duration) -> Result<(), QmpError> {
+        let deadline = Instant::now() + limit;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            let state = self.execute("query-migrate", json!({})).await?;
+            match state.get("status").and_then(Value::as_str) {
+                Some("completed") => return Ok(()),
+                Some("failed" | "cancelled") => {
+                    let message =
+                        state.get("error-desc").and_then(Value::as_str).unwrap_or("migration failed");
+                    return Err(QmpError::Refused { command: "migrate".into(), message: message.to_owned() });
+                }
+                _ if Instant::now() >= deadline => return Err(QmpError::Silent("migrate".into())),
+                _ => sleep(pause).await,
+            }
+            pause = (pause * 2).min(Duration::from_millis(20));
+        }
+    }
+
+    /// `query-status`: `running`, `paused`, `postmigrate`, `inmigrate`…
+    pub(crate) async fn status(&mut self) -> Result<String, QmpError> {
+        let state = self.execute("query-status", json!({})).await?;
+        let status = state.get("status").and_then(Value::as_str);
+        status.map(str::to_owned).ok_or_else(|| QmpError::Protocol("query-status".into()))
+    }
+
+    async fn answer(&mut self, command: &str) -> Result<Value, QmpError> {
+        loop {
+            let mut line = self.line(command).await?;
+            if let Some(error) = line.get("error") {
+                let message = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given");
+                return Err(QmpError::Refused { command: command.into(), message: message.to_owned() });
+            }
+            if let Some(value) = line.get_mut("return") {
+                return Ok(value.take());
+            }
+            if line.get("event").is_none() {
+                return Err(QmpError::Protocol(command.into()));
+            }
+        }
+    }
+
+    async fn line(&mut self, command: &str) -> Result<Value, QmpError> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.buffer.drain(..=end).collect();
+                return serde_json::from_slice(&line).map_err(|_| QmpError::Protocol(command.into()));
+            }
+            if self.buffer.len() > MAX_LINE {
+                return Err(QmpError::Protocol(command.into()));
+            }
+            if self.stream.read_buf(&mut self.buffer).await? == 0 {
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+            }
+        }
+    }
+}
+
+fn request(command: &str, arguments: &Value) -> Vec<u8> {
+    let mut line = json!({ "execute": command, "arguments": arguments }).to_string().into_bytes();
+    line.push(b'\n');
+    line
+}

@@ -1,0 +1,217 @@
+//! What this host's QEMU is and how it executes guests, found once and remembered.
+//!
+//! Entry point: [`facts`]. `/dev/kvm` may open and still run nothing, so KVM counts only after a boot
+//! sector ran on it within [`PROBE_LIMIT`]. The verdict is kept in the records, per QEMU binary and
+//! kernel.
+
+use std::{
+    io::Write as _,
+    os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use rusqlite::{OptionalExtension as _, params};
+use serde::{Deserialize, Serialize};
+
+use super::machine::{Accelerator, CPU_MODEL};
+use crate::{
+    db::Db,
+    error::{BringUpError, Fault},
+    process::Process,
+    sys,
+};
+
+/// How long a boot sector may take under KVM.
+const PROBE_LIMIT: Duration = Duration::from_secs(2);
+/// QEMU releases with which the private mapping was tested, by `major.minor`.
+const TESTED_FOR_PRIVATE_MEMORY: [&str; 1] = ["7.2"];
+/// The probe's answer at the debug port, and the exit status that QEMU makes of it.
+const PROBE_ANSWER: u8 = 0x2a;
+const PROBE_STATUS: i32 = ((PROBE_ANSWER as i32) << 1) | 1;
+
+/// What this host's QEMU is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Facts {
+    /// Such as `7.2.22`.
+    pub(crate) version: String,
+    /// How guests run here.
+    pub(crate) accelerator: Accelerator,
+}
+
+impl Facts {
+    /// `major.minor`.
+    #[must_use]
+    pub(crate) fn release(&self) -> &str {
+        release(&self.version)
+    }
+
+    /// The versioned machine type that fresh VMs get.
+    #[must_use]
+    pub(crate) fn machine_type(&self) -> String {
+        format!("pc-q35-{}", self.release())
+    }
+
+    /// Whether this release was tested with private memory.
+    #[must_use]
+    pub(crate) fn private_memory_tested(&self) -> bool {
+        TESTED_FOR_PRIVATE_MEMORY.contains(&self.release())
+    }
+}
+
+fn release(version: &str) -> &str {
+    let end = version.match_indices('.').nth(1).map_or(version.len(), |(at, _)| at);
+    version.get(..end).unwrap_or(version)
+}
+
+/// Creates the module's table.
+pub(crate) async fn migrate(db: &Db) -> Result<(), Fault> {
+    db.call("engine records: host facts", |connection| {
+        connection.execute_batch(
+            "CREATE TABLE IF NOT EXISTS host_facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT",
+        )
+    })
+    .await
+}
+
+/// Facts about `qemu` on this host, from the records or found now.
+pub(crate) async fn facts(db: &Db, qemu: &Path) -> Result<Facts, BringUpError> {
+    let key = cache_key(qemu)?;
+    let wanted = key.clone();
+    let kept: Option<String> = db
+        .call("engine records: host facts", move |connection| {
+            let sql = "SELECT value FROM host_facts WHERE key = ?1";
+            connection.query_row(sql, params![wanted], |row| row.get(0)).optional()
+        })
+        .await?;
+    if let Some(facts) = kept.and_then(|text| serde_json::from_str(&text).ok()) {
+        return Ok(facts);
+    }
+    let path = qemu.to_owned();
+    let found = tokio::task::spawn_blocking(move || find(&path))
+        .await
+        .map_err(|error| Fault::new("looking at QEMU", error))??;
+    let text = serde_json::to_string(&found).map_err(|error| Fault::new("host facts", error))?;
+    db.call("engine records: host facts", move |connection| {
+        connection.execute("INSERT OR REPLACE INTO host_facts VALUES (?1, ?2)", params![key, text])
+    })
+    .await?;
+    Ok(found)
+}
+
+fn cache_key(qemu: &Path) -> Result<String, BringUpError> {
+    let meta = std::fs::metadata(qemu).map_err(|_| missing(qemu))?;
+    let kernel = rustix::system::uname();
+    Ok(format!(
+        "{}:{}:{}:{}:kvm={}",
+        qemu.display(),
+        meta.len(),
+        meta.mtime(),
+        kernel.release().to_string_lossy(),
+        Path::new("/dev/kvm").exists()
+    ))
+}
+
+fn missing(qemu: &Path) -> BringUpError {
+    BringUpError::HostMissing {
+        what: format!("QEMU ({})", qemu.display()),
+        remedy: "install it with `apt-get install qemu-system-x86 qemu-utils`".into(),
+    }
+}
+
+fn find(qemu: &Path) -> Result<Facts, BringUpError> {
+    let output = Command::new(qemu).arg("--version").output().map_err(|_| missing(qemu))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let version = parse_version(&text)
+        .ok_or_else(|| Fault::new(format!("{} --version", qemu.display()), "no version in its answer"))?;
+    let machine = format!("pc-q35-{}", release(&version));
+    let kvm = Path::new("/dev/kvm").exists() && kvm_boots(qemu, &machine);
+    let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
+    tracing::info!(qemu = %version, accelerator = accelerator.name(), "looked at this host's QEMU");
+    Ok(Facts { version, accelerator })
+}
+
+fn parse_version(text: &str) -> Option<String> {
+    let rest = text.split("version ").nth(1)?;
+    let version: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
+    let version = version.trim_end_matches('.');
+    (version.split('.').count() >= 2).then(|| version.to_owned())
+}
+
+/// `mov al, ANSWER; out 0xf4, al; hlt`, as a boot sector.
+fn boot_sector() -> [u8; 512] {
+    let mut sector = [0; 512];
+    let code = [0xb0, PROBE_ANSWER, 0xe6, 0xf4, 0xf4];
+    sector[..code.len()].copy_from_slice(&code);
+    sector[510..].copy_from_slice(&[0x55, 0xaa]);
+    sector
+}
+
+fn kvm_boots(qemu: &Path, machine: &str) -> bool {
+    match probe(qemu, machine) {
+        Ok(boots) => boots,
+        Err(error) => {
+            tracing::warn!(%error, "KVM could not be probed; guests run in software emulation");
+            false
+        }
+    }
+}
+
+fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
+    let disk = rustix::fs::memfd_create("cocoon-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut disk = std::fs::File::from(disk);
+    disk.write_all(&boot_sector())?;
+    let mut command = Command::new(qemu);
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-m", "16"]);
+    command.args(["-machine", &format!("{machine},accel=kvm"), "-cpu", &format!("{CPU_MODEL},enforce")]);
+    command.args(["-device", "isa-debug-exit,iobase=0xf4,iosize=0x01", "-drive"]);
+    command.arg(format!("if=ide,format=raw,read-only=on,file=/proc/self/fd/{}", disk.as_raw_fd()));
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let confinement = sys::Confinement {
+        uid: 0,
+        keep: vec![disk.into()],
+        pid_file: None,
+        cgroup: None,
+        oom_score_adj: b"500",
+        small_pages: false,
+    };
+    let mut child = sys::spawn(command, confinement)?;
+    let deadline = Instant::now() + PROBE_LIMIT;
+    while Instant::now() < deadline {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status.code() == Some(PROBE_STATUS));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    if let Some(process) = Process::of_pid(child.id()) {
+        process.kill(Duration::from_secs(5))?;
+    }
+    child.wait()?;
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_distributions_are_understood() {
+        for (text, expected) in [
+            ("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)\nCopyright", Some("7.2.22")),
+            ("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)", Some("10.0.2")),
+            ("QEMU emulator version 9.1", Some("9.1")),
+            ("QEMU emulator version 9", None),
+            ("something else", None),
+        ] {
+            assert_eq!(parse_version(text).as_deref(), expected, "{text}");
+        }
+        assert_eq!(release("10.0.2"), "10.0");
+        assert_eq!(release("9.1"), "9.1");
+    }
+
+    #[test]
+    fn a_boot_sector_ends_with_its_signature() {
+        assert_eq!(&boot_sector()[510..], &[0x55, 0xaa]);
+    }
+}

@@ -1,0 +1,65 @@
+//! The way down: process, links, control group, folders, record, in this order.
+//!
+//! Entry point: [`all`]. Each step is done whether or not the VM ever got that far, and not there is
+//! success, so this also unwinds a bring-up from any phase and finishes what a crash began.
+
+use std::time::Duration;
+
+use cocoon_kit::files::Lock;
+
+use super::{Shared, blocking};
+use crate::{cgroup, error::Fault, paths::remove_folder, process::Process, records::Record};
+
+/// How long a killed QEMU may take to be gone.
+const KILL_LIMIT: Duration = Duration::from_secs(20);
+
+/// Removes a VM and all that belongs to it; `lock` is the VM's.
+pub(crate) async fn all(shared: &Shared, record: &Record, lock: Lock) -> Result<(), Fault> {
+    parts(shared, &record.vm.id, record.process).await?;
+    shared.records.remove(&record.vm.id).await?;
+    // Unlinked while held: who waits for it sees that its file is gone and looks again.
+    let _ = std::fs::remove_file(lock.path());
+    Ok(())
+}
+
+/// Everything but the record.
+pub(crate) async fn parts(shared: &Shared, id: &str, recorded: Option<Process>) -> Result<(), Fault> {
+    kill(shared, id, recorded).await?;
+    unlink(shared, id).await?;
+    let (run, log) = (shared.run_folder(id), shared.log_folder(id));
+    blocking(&format!("folders of VM {id}"), move || {
+        remove_folder(&run.0).and_then(|()| remove_folder(&log.0))
+    })
+    .await
+}
+
+/// Ends the hypervisor, and everything of it that is not on a disk.
+pub(crate) async fn kill(shared: &Shared, id: &str, recorded: Option<Process>) -> Result<(), Fault> {
+    let pid_file = shared.run_folder(id).pid_file();
+    let group = id.to_owned();
+    blocking(&format!("ending QEMU of VM {id}"), move || {
+        let noted = Process::of_pid_file(&pid_file)?;
+        for process in recorded.into_iter().chain(noted) {
+            process.kill(KILL_LIMIT)?;
+        }
+        cgroup::remove(&group);
+        Ok::<_, std::io::Error>(())
+    })
+    .await
+}
+
+/// Takes the VM's links away.
+pub(crate) async fn unlink(shared: &Shared, id: &str) -> Result<(), Fault> {
+    let Some(network) = &shared.config.network else { return Ok(()) };
+    let gone = cocoon_net::links::detach(network, id).await;
+    gone.map_err(|error| Fault::new(format!("links of VM {id}"), error))
+}
+
+/// Unwinds a bring-up that failed. Its own failures are logged: the first error is the one to report,
+/// and gc finds the rest by the record.
+pub(crate) async fn unwind(shared: &Shared, record: &Record, lock: Lock) {
+    if let Err(error) = all(shared, record, lock).await {
+        let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+        tracing::warn!(vm = %record.vm.config.name, %error, cause, "a failed VM left parts; `cocoon gc` takes them");
+    }
+}
