@@ -1,1 +1,23 @@
-//! Node agent: a virtual kubelet that turns pods into VMs.
+//! Node agent: a virtual kubelet that turns pods into VMs (ARCHITECTURE.md, "The way of a pod").
+//!
+//! - [`config`]: what an agent is told at its start;
+//! - [`ports`]: what it needs from the world, as narrow traits, with adapters;
+//! - [`reason`]: the stable words for everything that goes wrong;
+//! - [`record`]: the durable owner record, one a VM name;
+//! - [`planner`]: the lifecycle as a pure function, observation → one step;
+//! - [`wish`], [`sizes`]: from a pod to what it asks for (pure);
+//! - [`view`], [`status`]: from an observation to what the pod shows (pure);
+//!
+//! Invariants are those of design §4; where one is kept, its name (I1 … I9) is in a comment.
+
+pub mod cluster;
+pub mod config;
+pub mod owner;
+pub mod planner;
+pub mod ports;
+pub mod reason;
+pub mod record;
+pub mod sizes;
+pub mod status;
+pub mod view;
+pub mod wish;

@@ -1,0 +1,207 @@
+//! One step, carried out through the ports.
+//!
+//! Entry point: [`perform`]. It decides nothing: it translates a step into one port call and names the
+//! failure after what the step was for.
+
+use std::{sync::Arc, time::Duration};
+
+use cocoon_meta::{fork_baseline_name, hibernate_import_name};
+
+use crate::{
+    owner::{Context, known::Found},
+    planner::{
+        Look, Step,
+        observation::{How, Observation, Wish},
+    },
+    ports::{PortResult, PushRequest, Registry},
+    reason::{Reason, Trouble},
+};
+
+/// What a step needs to know besides itself.
+#[derive(Debug, Clone)]
+pub(super) struct Scene {
+    pub(super) vm_name: String,
+    pub(super) wish: Option<Wish>,
+    pub(super) macs: Vec<String>,
+    /// What is left of the guest's pause.
+    pub(super) pause_left: Duration,
+}
+
+impl Scene {
+    pub(super) fn of(vm_name: &str, o: &Observation, pause_left: Duration) -> Self {
+        let macs = o.record.as_ref().map(|record| record.macs.clone()).unwrap_or_default();
+        Self { vm_name: vm_name.to_owned(), wish: o.wish.clone(), macs, pause_left }
+    }
+}
+
+/// Carries out one step.
+pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) -> Result<Found, Trouble> {
+    let ports = &context.ports;
+    let vm = scene.vm_name.as_str();
+    match step {
+        Step::Look(look) => look_at(context, scene, *look).await,
+        Step::EnsureImage => {
+            let wish = scene.wish.as_ref();
+            let image = wish.map_or("", |wish| wish.image.as_str());
+            let force = wish.is_some_and(|wish| wish.force_pull);
+            named(ports.images.ensure(image, force).await.map(Found::Text), Reason::ImageNotFound)
+        }
+        Step::PullSource => pull_source(context, scene).await,
+        Step::PullImport { digest } => pull_import(context, vm, digest).await,
+        Step::Run(request) => {
+            named(ports.vms.run(request.clone()).await.map(|vm| Found::Vm(Some(vm))), Reason::CreateFailed)
+        }
+        Step::Clone(request) => {
+            let blame = if request.same_machine { Reason::WakeCloneFailed } else { Reason::CreateFailed };
+            named(ports.vms.clone_vm(request.clone()).await.map(|vm| Found::Vm(Some(vm))), blame)
+        }
+        Step::Start => named(ports.vms.start(vm).await.map(|vm| Found::Vm(Some(vm))), Reason::RestartFailed),
+        Step::Resume => named(ports.vms.resume(vm).await.map(|()| Found::Done), Reason::ResumeFailed),
+        Step::RemoveVm { blame } => named(ports.vms.remove(vm).await.map(|()| Found::Done), *blame),
+        Step::Capture { blame } => {
+            named(ports.vms.capture(vm, vm).await.map(|s| Found::Snapshot(Some(s))), *blame)
+        }
+        Step::SaveBaseline => {
+            let saved = ports.vms.save(vm, &fork_baseline_name(vm)).await;
+            named(saved.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::ForkSourceUnavailable)
+        }
+        Step::PushHibernate(request) => push_hibernate(context, scene, request).await,
+        Step::PushLatest(request) => {
+            let pushed = registry(context)?.push(request.clone()).await;
+            named(pushed.map(Found::Text), Reason::DeleteSnapshotFailed)
+        }
+        Step::DropTag { digest, snapshot } => {
+            let tag = cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG;
+            let dropped = registry(context)?.drop_tag(vm, tag, digest, snapshot).await;
+            named(dropped.map(|()| Found::Done), Reason::RegistryUnavailable)
+        }
+        Step::DropSnapshots(names) => {
+            for name in names {
+                named(ports.snapshots.remove(name).await, Reason::CleanupFailed)?;
+            }
+            Ok(Found::Done)
+        }
+        Step::ReleaseLeases => release(context, &scene.macs).await,
+        Step::Finalise => {
+            let Some(wish) = &scene.wish else { return Ok(Found::Done) };
+            let ended = context.cluster.finalise(&wish.key, &wish.uid).await;
+            named(ended.map(|()| Found::Done), Reason::ApiUnavailable)
+        }
+        Step::Note(record) => {
+            named(ports.records.put(record).await.map(|()| Found::Done), Reason::RecordsUnavailable)
+        }
+        Step::Forget => {
+            named(ports.records.forget(vm).await.map(|()| Found::Done), Reason::RecordsUnavailable)
+        }
+        Step::Rest | Step::Wait(_) | Step::AnswerBaseline(_) => Ok(Found::Done),
+        Step::Fail(trouble) => Err(trouble.clone()),
+    }
+}
+
+fn named<T>(result: PortResult<T>, blame: Reason) -> Result<T, Trouble> {
+    result.map_err(|error| error.trouble().r#as(blame))
+}
+
+fn registry(context: &Context) -> Result<&dyn Registry, Trouble> {
+    context.ports.registry.as_deref().ok_or_else(|| {
+        let message = "this node has no registry; set OCI_REGISTRY to push and pull snapshots";
+        Trouble::new(Reason::RegistryUnavailable, message)
+    })
+}
+
+async fn look_at(context: &Arc<Context>, scene: &Scene, look: Look) -> Result<Found, Trouble> {
+    let (ports, vm) = (&context.ports, scene.vm_name.as_str());
+    let name = match look {
+        Look::Vm => {
+            return named(ports.vms.inspect(vm).await.map(Found::Vm), Reason::EngineUnavailable);
+        }
+        Look::Tag => {
+            let tag = cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG;
+            let facts = registry(context)?.facts(vm, tag).await;
+            return named(facts.map(Found::Tag), Reason::HibernateEvidenceUnavailable);
+        }
+        Look::Fork => return ask_source(context, scene).await,
+        Look::Source => return look_at_source(context, scene).await,
+        Look::Saved => vm.to_owned(),
+        Look::Import => hibernate_import_name(vm),
+        Look::Baseline => fork_baseline_name(vm),
+    };
+    named(ports.snapshots.get(&name).await.map(Found::Snapshot), Reason::EngineUnavailable)
+}
+
+/// The local copy of the clone source, if it is what the registry's tag holds now. Where the registry
+/// cannot be asked, the copy serves.
+async fn look_at_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Trouble> {
+    let Some(How::Clone(source)) = scene.wish.as_ref().map(|wish| &wish.how) else {
+        return Ok(Found::Snapshot(None));
+    };
+    let local = context.ports.snapshots.get(&source.local).await;
+    let Some(local) = named(local, Reason::EngineUnavailable)? else { return Ok(Found::Snapshot(None)) };
+    let Some(registry) = &context.ports.registry else { return Ok(Found::Snapshot(Some(local))) };
+    let current = match registry.facts(&source.repository, &source.reference).await {
+        Ok(Some(tag)) => tag.snapshot_id == local.id,
+        Ok(None) | Err(_) => true,
+    };
+    Ok(Found::Snapshot(current.then_some(local)))
+}
+
+async fn ask_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Trouble> {
+    let Some((source, wish)) = scene.wish.as_ref().and_then(|wish| match &wish.how {
+        How::Fork(source) => Some((source, wish)),
+        _ => None,
+    }) else {
+        return Ok(Found::Snapshot(None));
+    };
+    let answer = context.directory.ask_baseline(source, &wish.key.namespace)?;
+    let limit = context.config.fork_deadline;
+    match tokio::time::timeout(limit, answer).await {
+        Ok(Ok(answer)) => answer.map(|snapshot| Found::Snapshot(Some(snapshot))),
+        Ok(Err(_)) | Err(_) => {
+            let message = format!("VM {source} gave no baseline within {} s; it is asked again", limit.as_secs());
+            Err(Trouble::new(Reason::ForkSourceUnavailable, message))
+        }
+    }
+}
+
+async fn pull_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Trouble> {
+    let Some(How::Clone(source)) = scene.wish.as_ref().map(|wish| &wish.how) else {
+        return Ok(Found::Snapshot(None));
+    };
+    let pulled = registry(context)?.pull(&source.repository, &source.reference, &source.local).await;
+    named(pulled.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::SnapshotNotFound)
+}
+
+async fn pull_import(context: &Arc<Context>, vm: &str, digest: &str) -> Result<Found, Trouble> {
+    let name = hibernate_import_name(vm);
+    let pulled = registry(context)?.pull(vm, digest, &name).await;
+    named(pulled.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::WakePullFailed)
+}
+
+/// A push while the guest is paused, cut off when the pause becomes too long.
+async fn push_hibernate(context: &Arc<Context>, scene: &Scene, request: &PushRequest) -> Result<Found, Trouble> {
+    let push = registry(context)?.push(request.clone());
+    match tokio::time::timeout(scene.pause_left, push).await {
+        Ok(pushed) => named(pushed.map(Found::Text), Reason::HibernatePushFailed),
+        Err(_) => {
+            let message = format!(
+                "pushing {}:{} took longer than the guest of VM {} may be paused ({} s); the guest goes on, \
+                 what was pushed is reused by the next try",
+                request.repository,
+                request.tag,
+                scene.vm_name,
+                crate::planner::PAUSE_LIMIT.as_secs()
+            );
+            Err(Trouble::new(Reason::HibernatePauseLimit, message))
+        }
+    }
+}
+
+/// Best effort: a lease that is not given back runs out by itself.
+async fn release(context: &Arc<Context>, macs: &[String]) -> Result<Found, Trouble> {
+    for mac in macs {
+        if let Err(error) = context.ports.leases.release(mac).await {
+            tracing::warn!(mac, error = %error.trouble(), "lease not released; it will expire");
+        }
+    }
+    Ok(Found::Done)
+}

@@ -1,0 +1,145 @@
+//! Asking a guest whether it is reachable, in a task of its own that only tells changes.
+//!
+//! Entry point: [`ProbeTask`]. Fast until the first success, then every 5 s; not ready again only after
+//! three failures in a row (`node-agent` §3). The address is looked up again with every sample, so a new
+//! lease is seen.
+
+use std::{net::Ipv4Addr, sync::Arc, time::Duration};
+
+use tokio::task::JoinHandle;
+
+use crate::{
+    owner::{Context, inbox::Inbox},
+    planner::observation::Reach,
+};
+
+const FIRST: Duration = Duration::from_millis(100);
+const SLOWEST_BEFORE_READY: Duration = Duration::from_secs(1);
+const WHEN_READY: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(3);
+const FAILURES: u32 = 3;
+
+/// What is probed; another target is another task.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Target {
+    pub(super) vm_id: String,
+    pub(super) macs: Vec<String>,
+    /// A fixed address (unmanaged pods); else the lease's.
+    pub(super) fixed: Option<Ipv4Addr>,
+    pub(super) port: Option<u16>,
+}
+
+/// A running probe; ends when dropped.
+#[derive(Debug)]
+pub(super) struct ProbeTask {
+    pub(super) target: Target,
+    task: JoinHandle<()>,
+}
+
+impl Drop for ProbeTask {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl ProbeTask {
+    pub(super) fn start(context: &Arc<Context>, inbox: &Arc<Inbox>, target: Target) -> Self {
+        let probe = watch(Arc::clone(context), Arc::clone(inbox), target.clone());
+        Self { target, task: tokio::spawn(probe) }
+    }
+}
+
+/// Thresholds and intervals: pure.
+#[derive(Debug, Default)]
+struct Gauge {
+    ready: bool,
+    failures: u32,
+    tries: u32,
+}
+
+impl Gauge {
+    fn sample(&mut self, success: bool) {
+        if success {
+            (self.ready, self.failures, self.tries) = (true, 0, 0);
+            return;
+        }
+        self.failures = self.failures.saturating_add(1);
+        if self.ready && self.failures >= FAILURES {
+            (self.ready, self.tries) = (false, 0);
+        }
+    }
+
+    fn pause(&mut self) -> Duration {
+        if self.ready {
+            return WHEN_READY;
+        }
+        let grown = FIRST.mul_f64(1.5_f64.powi(i32::try_from(self.tries.min(20)).unwrap_or(20)));
+        self.tries = self.tries.saturating_add(1);
+        grown.min(SLOWEST_BEFORE_READY)
+    }
+}
+
+async fn watch(context: Arc<Context>, inbox: Arc<Inbox>, target: Target) {
+    let (mut gauge, mut told) = (Gauge::default(), None);
+    loop {
+        let (ip, outcome) = sample(&context, &target).await;
+        gauge.sample(outcome.is_ok());
+        let message = if gauge.ready { String::new() } else { outcome.err().unwrap_or_default() };
+        let reach = Reach { vm_id: target.vm_id.clone(), ip, ready: gauge.ready, message };
+        if told.as_ref() != Some(&reach) {
+            inbox.reach(reach.clone());
+            told = Some(reach);
+        }
+        tokio::time::sleep(gauge.pause()).await;
+    }
+}
+
+async fn sample(context: &Context, target: &Target) -> (Option<Ipv4Addr>, Result<(), String>) {
+    let ip = match address(context, target).await {
+        Ok(ip) => ip,
+        Err(why) => return (None, Err(why)),
+    };
+    let Some(ip) = ip else { return (None, Err("waiting for a DHCP lease".to_owned())) };
+    let probe = context.ports.prober.probe(ip, target.port, TIMEOUT);
+    let outcome = tokio::time::timeout(TIMEOUT, probe).await;
+    (Some(ip), outcome.unwrap_or_else(|_| Err(format!("{ip} did not answer within {} s", TIMEOUT.as_secs()))))
+}
+
+async fn address(context: &Context, target: &Target) -> Result<Option<Ipv4Addr>, String> {
+    if target.fixed.is_some() {
+        return Ok(target.fixed);
+    }
+    for mac in &target.macs {
+        let found = context.ports.leases.lookup(mac).await.map_err(|error| error.trouble().message)?;
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_success_makes_it_ready_and_only_three_failures_in_a_row_undo_that() {
+        let mut gauge = Gauge::default();
+        let mut seen = Vec::new();
+        for success in [false, true, false, false, true, false, false, false, true] {
+            gauge.sample(success);
+            seen.push(gauge.ready);
+        }
+        assert_eq!(seen, [false, true, true, true, true, true, true, false, true]);
+    }
+
+    #[test]
+    fn the_pause_grows_to_a_second_before_ready_and_is_five_seconds_after() {
+        let mut gauge = Gauge::default();
+        let pauses: Vec<_> = (0..10).map(|_| gauge.pause()).collect();
+        assert_eq!(pauses[0], FIRST);
+        assert_eq!(pauses[9], SLOWEST_BEFORE_READY);
+        gauge.sample(true);
+        assert_eq!(gauge.pause(), WHEN_READY);
+    }
+}

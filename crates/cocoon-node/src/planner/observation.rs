@@ -1,0 +1,233 @@
+//! What the planner sees: values only.
+//!
+//! Entry points: [`Observation`], [`Wish`], [`Seen`]. Invariant: what was not looked at is `Unknown`,
+//! what could not be read is `Failed`; neither is ever treated as "not there" (I5).
+
+use std::{collections::BTreeMap, time::Duration};
+
+use jiff::Timestamp;
+
+use crate::{
+    ports::{SnapshotView, TagView, VmView},
+    reason::Trouble,
+    record::OwnerRecord,
+};
+
+/// Something of the outside that may have been looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Seen<T> {
+    /// Not looked at since it may have changed.
+    #[default]
+    Unknown,
+    /// The authoritative answer.
+    Known(T),
+    /// No answer.
+    Failed(Trouble),
+}
+
+impl<T> Seen<T> {
+    /// The answer, if there is one.
+    pub const fn known(&self) -> Option<&T> {
+        match self {
+            Self::Known(value) => Some(value),
+            Self::Unknown | Self::Failed(_) => None,
+        }
+    }
+}
+
+/// Namespace and name of a pod.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PodKey {
+    /// Namespace.
+    pub namespace: String,
+    /// Name.
+    pub name: String,
+}
+
+impl std::fmt::Display for PodKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// A snapshot in the registry that a clone-mode pod names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceRef {
+    /// Repository, relative to the base.
+    pub repository: String,
+    /// Tag or digest.
+    pub reference: String,
+    /// Its local name.
+    pub local: String,
+}
+
+/// How a pod's VM comes to be when nothing is saved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum How {
+    /// Boot an image.
+    Run,
+    /// Clone a snapshot.
+    Clone(SourceRef),
+    /// Clone the baseline of another VM.
+    Fork(String),
+    /// Not possible; the pod is told why.
+    Refused(Trouble),
+}
+
+/// Sizes of a VM that boots an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// vCPUs.
+    pub cpu: u64,
+    /// Bytes.
+    pub memory: u64,
+    /// Bytes of the writable disk.
+    pub storage: u64,
+}
+
+/// What one pod incarnation asks for. Made by `wish::read`, or from an owner record when the pod is gone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wish {
+    /// Which pod.
+    pub key: PodKey,
+    /// Which incarnation.
+    pub uid: String,
+    /// Its VM.
+    pub vm_name: String,
+    /// The agent owns the VM's life.
+    pub managed: bool,
+    /// macOS guests are kept out of most paths.
+    pub macos: bool,
+    /// Image ref.
+    pub image: String,
+    /// Where a fresh VM comes from.
+    pub how: How,
+    /// The operator marked it as a wake.
+    pub restore_marked: bool,
+    /// `hibernate` is exactly `true`.
+    pub hibernate: bool,
+    /// The API wants it gone.
+    pub deleting: bool,
+    /// The API does not have it any more.
+    pub gone: bool,
+    /// Its phase is final.
+    pub terminal: bool,
+    /// Its policy demands `:latest` on delete.
+    pub snapshot_on_delete: bool,
+    /// Local snapshots are kept on delete.
+    pub keep_snapshot: bool,
+    /// Sizes for `run`.
+    pub sizes: Sizes,
+    /// The true hypervisor that the pod's backend means here; empty when any will do.
+    pub hypervisor: String,
+    /// Ask the registry for the image again.
+    pub force_pull: bool,
+    /// TCP port to probe; else ICMP.
+    pub probe_port: Option<u16>,
+    /// The set's generation, to be echoed.
+    pub generation: i64,
+    /// Annotations for pushes.
+    pub annotations: BTreeMap<String, String>,
+    /// An unanswered live snapshot request.
+    pub live_request: Option<String>,
+    /// `vm.cocoonstack.io/id` as it stands on the pod.
+    pub id: String,
+    /// `vm.cocoonstack.io/ip` as it stands on the pod.
+    pub ip: String,
+    /// `woken-from` as it stands on the pod.
+    pub woken_from: String,
+    /// The lifecycle on the pod says `ready`.
+    pub said_ready: bool,
+    /// The pod cannot be served as it is.
+    pub problem: Option<Trouble>,
+}
+
+/// How much of the planner's will may be carried out now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Cooling {
+    /// Everything.
+    #[default]
+    None,
+    /// After a failure: compensations only, until the retry is due.
+    Soft,
+    /// After a failed compensation: nothing, until the retry is due.
+    Hard,
+}
+
+/// What the guest's probe says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Reach {
+    /// The VM that was probed.
+    pub vm_id: String,
+    /// Its address, once leased.
+    pub ip: Option<std::net::Ipv4Addr>,
+    /// A probe succeeded (and no three failed since).
+    pub ready: bool,
+    /// Why not.
+    pub message: String,
+}
+
+/// Everything the planner decides on.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Observation {
+    /// The incarnation at the head of the queue.
+    pub wish: Option<Wish>,
+    /// Another incarnation waits for this one to end.
+    pub next_waits: bool,
+    /// The durable record.
+    pub record: Option<OwnerRecord>,
+    /// There is a registry.
+    pub registry: bool,
+    /// `<vm>` in the engine.
+    pub vm: Seen<Option<VmView>>,
+    /// Local snapshot `<vm>`.
+    pub saved: Seen<Option<SnapshotView>>,
+    /// Local snapshot `<vm>-hibernate-import`.
+    pub import: Seen<Option<SnapshotView>>,
+    /// Local snapshot `fork-<vm>`.
+    pub baseline: Seen<Option<SnapshotView>>,
+    /// The snapshot that a clone-mode pod names.
+    pub source: Seen<Option<SnapshotView>>,
+    /// `<vm>:hibernate` in the registry.
+    pub tag: Seen<Option<TagView>>,
+    /// The fork source's answer: the baseline to clone.
+    pub fork: Seen<SnapshotView>,
+    /// The image is local, under this ref.
+    pub image: Seen<String>,
+    /// This process made this capture, and the guest has not run since.
+    pub captured_now: Option<String>,
+    /// This process pushed `:latest` with this digest.
+    pub latest_now: Option<String>,
+    /// Leases were given back.
+    pub released: bool,
+    /// Local snapshots were dropped.
+    pub dropped: bool,
+    /// The API accepted the end of the pod.
+    pub finalised: bool,
+    /// Somebody waits for the baseline.
+    pub baseline_wanted: bool,
+    /// The API accepted everything that the view says now.
+    pub published: bool,
+    /// Since when the view waits to be accepted.
+    pub unpublished_for: Duration,
+    /// What the probe says.
+    pub reach: Reach,
+    /// The failure of this attempt, until another step of it succeeds.
+    pub trouble: Option<Trouble>,
+    /// The last failure, until the goal is reached or the wish changes: what the pod shows.
+    pub failure: Option<Trouble>,
+    /// Failures in a row, none of them followed by the goal.
+    pub failures: u32,
+    /// Whether the retry is due.
+    pub cooling: Cooling,
+    /// Wall clock.
+    pub now: Timestamp,
+}
+
+impl Observation {
+    /// The VM, if the engine has one for sure.
+    #[must_use]
+    pub fn vm_there(&self) -> Option<&VmView> {
+        self.vm.known().and_then(Option::as_ref)
+    }
+}

@@ -1,0 +1,125 @@
+//! Rows for a VM that was seen running.
+
+use jiff::SignedDuration;
+
+use cocoon_meta::hibernate_import_name;
+
+use crate::{
+    planner::{
+        Look, RESTART_COOLDOWN, Step, create, either, need, note,
+        observation::{Observation, Wish},
+    },
+    ports::{VmPhase, VmView},
+    reason::{Reason, Trouble},
+    record::{OwnerRecord, Phase},
+};
+
+pub(super) fn plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
+    either(try_plan(o, wish, record))
+}
+
+fn try_plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Step, Step> {
+    let Some(vm) = need(&o.vm, Look::Vm)? else { return vanished(o, record) };
+    match vm.phase {
+        VmPhase::Running => running(o, wish, record, vm),
+        // A capture was cut off; the guest must not stay frozen.
+        VmPhase::Paused => Ok(Step::Resume),
+        VmPhase::Stopped => Ok(stopped(o, record)),
+        VmPhase::Creating => Ok(Step::RemoveVm { blame: Reason::VMGone }),
+    }
+}
+
+/// Not there any more. A wake that never reached `ready` is done again; everything else is a loss.
+pub(super) fn vanished(o: &Observation, record: &OwnerRecord) -> Result<Step, Step> {
+    if let Some(woken) = record.woken_from.as_ref().filter(|_| !record.woken_ready)
+        && create::evidence(o)?.is_some_and(|saved| saved.snapshot == woken.snapshot)
+    {
+        return Ok(note(record, Phase::Creating { restore: Some(woken.clone()) }));
+    }
+    Ok(note(record, create::lost(&record.vm_id, &record.vm_name)))
+}
+
+/// The process died: start it in place, but not again and again.
+fn stopped(o: &Observation, record: &OwnerRecord) -> Step {
+    if record.restart_pending {
+        if o.failures == 0 {
+            return Step::Start;
+        }
+        let why = o.trouble.as_ref().map_or_else(String::new, |trouble| trouble.message.clone());
+        let message = format!("VM {} stopped and could not be started again: {why}", record.vm_name);
+        return note(record, Phase::Lost { trouble: Trouble::new(Reason::RestartFailed, message) });
+    }
+    let cooldown = SignedDuration::try_from(RESTART_COOLDOWN).unwrap_or(SignedDuration::MAX);
+    if record.last_restart.is_some_and(|last| o.now.duration_since(last) < cooldown) {
+        let message = format!(
+            "VM {} stopped twice within {} s; its disk is kept until the pod is deleted, see `cocoon vm logs {0}`",
+            record.vm_name,
+            RESTART_COOLDOWN.as_secs()
+        );
+        return note(record, Phase::Lost { trouble: Trouble::new(Reason::RestartCooldown, message) });
+    }
+    let mut next = record.clone();
+    next.restart_pending = true;
+    next.last_restart = Some(o.now);
+    Step::Note(Box::new(next))
+}
+
+fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) -> Result<Step, Step> {
+    if let Some(next) = refreshed(o, wish, record, vm) {
+        return Ok(Step::Note(Box::new(next)));
+    }
+    if wish.hibernate {
+        return Ok(hibernate(o, wish, record));
+    }
+    if record.import_left {
+        return drop_import(o, wish, record);
+    }
+    if o.baseline_wanted {
+        return Ok(match need(&o.baseline, Look::Baseline)? {
+            Some(baseline) => Step::AnswerBaseline(Ok(baseline.clone())),
+            None => Step::SaveBaseline,
+        });
+    }
+    Ok(Step::Rest)
+}
+
+/// The record with what changed since it was written; `None` when it is right.
+fn refreshed(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) -> Option<OwnerRecord> {
+    let mut next = record.clone();
+    next.snapshot_on_delete = wish.snapshot_on_delete;
+    next.keep_snapshot = wish.keep_snapshot;
+    next.annotations.clone_from(&wish.annotations);
+    next.vm_id.clone_from(&vm.id);
+    next.macs.clone_from(&vm.macs);
+    if next.restart_pending {
+        next.restart_pending = false;
+        next.restarts = next.restarts.saturating_add(1);
+        next.started = Some(o.now);
+    }
+    if o.reach.ready && o.reach.vm_id == vm.id && o.published {
+        next.woken_ready = next.woken_from.is_some();
+    }
+    (next != *record).then_some(next)
+}
+
+fn hibernate(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
+    if wish.macos {
+        let message = format!("VM {} is a macOS guest, which cannot be hibernated", wish.vm_name);
+        return Step::Fail(Trouble::new(Reason::HibernateUnsupported, message));
+    }
+    if let Some(problem) = &wish.problem {
+        return Step::Fail(problem.clone());
+    }
+    let _ = o;
+    note(record, Phase::Hibernating { captured: None, pushed: None, paused_at: None })
+}
+
+/// A wake's import is of no use once the VM is up.
+fn drop_import(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Step, Step> {
+    if need(&o.import, Look::Import)?.is_some() {
+        return Ok(Step::DropSnapshots(vec![hibernate_import_name(&wish.vm_name)]));
+    }
+    let mut next = record.clone();
+    next.import_left = false;
+    Ok(Step::Note(Box::new(next)))
+}

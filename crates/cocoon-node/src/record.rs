@@ -1,0 +1,123 @@
+//! The owner record: what survives a kill, written durably *before* the engine is called.
+//!
+//! Entry point: [`OwnerRecord`]. One row a VM name. Invariant: a VM of ours without a row has no owner
+//! that could prove its claim, so it is never destroyed (only reported, or adopted by the pod whose
+//! own name it bears).
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::reason::Trouble;
+
+/// Saved state that a VM comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Saved {
+    /// Snapshot id.
+    pub snapshot: String,
+    /// Manifest digest of the tag; `None` when the local snapshot is the evidence.
+    pub digest: Option<String>,
+}
+
+/// Where a VM is in its life, as far as this agent durably knows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Phase {
+    /// The engine is (or was) asked to make it.
+    Creating {
+        /// The saved state it is restored from; `None` is a fresh boot, clone or fork.
+        restore: Option<Saved>,
+    },
+    /// It was seen running.
+    Up,
+    /// A hibernation is under way.
+    Hibernating {
+        /// The capture of this round; the guest has not run since.
+        captured: Option<String>,
+        /// The tag holds that capture (or, without a registry, the local snapshot is complete).
+        pushed: Option<Saved>,
+        /// When the guest was paused.
+        paused_at: Option<Timestamp>,
+    },
+    /// Removing failed after the push; the VM is there, so the push is taken back.
+    RollingBack {
+        /// What this attempt pushed.
+        pushed: Saved,
+    },
+    /// No VM; the state is saved.
+    Hibernated {
+        /// Where.
+        saved: Saved,
+    },
+    /// The VM is lost for this incarnation; the pod says why.
+    Lost {
+        /// Why.
+        trouble: Trouble,
+    },
+    /// The incarnation is being deleted.
+    Deleting {
+        /// The VM was alive when the delete began.
+        live: bool,
+        /// Saved state that must survive the delete (a hibernated pod).
+        keep: Option<Saved>,
+        /// The capture for `:latest`; the guest has not run since.
+        captured: Option<String>,
+        /// `:latest` holds it.
+        pushed: bool,
+        /// Snapshot ids that the live VM has outrun: a tag that holds one of them goes (rule (d)).
+        outrun: Vec<String>,
+    },
+}
+
+/// One VM name's owner, durable.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnerRecord {
+    /// VM name: the row's key.
+    pub vm_name: String,
+    /// Pod namespace.
+    pub namespace: String,
+    /// Pod name.
+    pub pod: String,
+    /// Pod incarnation.
+    pub uid: String,
+    /// The pod's image ref.
+    pub image: String,
+    /// The pod's policy demands `:latest` on delete.
+    pub snapshot_on_delete: bool,
+    /// The pod asks to keep local snapshots on delete.
+    pub keep_snapshot: bool,
+    /// Annotations for pushes.
+    pub annotations: BTreeMap<String, String>,
+    /// Where it is.
+    pub phase: Phase,
+    /// Engine id, once seen.
+    pub vm_id: String,
+    /// MAC addresses, for leases.
+    pub macs: Vec<String>,
+    /// When the pod was first taken up.
+    pub accepted: Timestamp,
+    /// When the VM last came up.
+    pub started: Option<Timestamp>,
+    /// Restarts in place.
+    pub restarts: u32,
+    /// The last of them.
+    pub last_restart: Option<Timestamp>,
+    /// A restart was decided and not yet seen to work.
+    pub restart_pending: bool,
+    /// What this owner last wrote to `:hibernate` or woke from (manifest digests).
+    pub written: Option<String>,
+    /// The saved state that the VM woke from.
+    pub woken_from: Option<Saved>,
+    /// That wake reached `ready`, so its saved state is consumed.
+    pub woken_ready: bool,
+    /// A wake's import may still be there.
+    pub import_left: bool,
+}
+
+impl OwnerRecord {
+    /// The same record in another phase.
+    #[must_use]
+    pub fn in_phase(&self, phase: Phase) -> Self {
+        Self { phase, ..self.clone() }
+    }
+}

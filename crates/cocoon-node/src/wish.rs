@@ -1,0 +1,265 @@
+//! From a pod to what it asks for. Pure.
+//!
+//! Entry point: [`read`]. What makes a pod *not ours to serve* is an `Err`; what makes it impossible to
+//! serve *as it is*, while its VM may already exist, is [`Wish::problem`].
+
+use cocoon_api::OSType;
+use cocoon_meta::{
+    Annotated as _, HibernateState, KeepSnapshotOnDelete, LifecycleState, LifecycleStatus,
+    RestoreFromHibernate, SnapshotRequest, SnapshotStatus, VmNameError, VmRuntime, VmSpec, check_vm_name,
+    clone_from_dir, has_vm_name_form, keys, read_cocoon_set_generation, read_snapshot_annotations,
+    role_for_pod, should_snapshot_vm, woken_from,
+};
+use cocoon_oci::reference;
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::{
+    config::NodeConfig,
+    planner::observation::{How, PodKey, SourceRef, Wish},
+    reason::{Reason, Trouble},
+    record::{OwnerRecord, Phase},
+    sizes,
+};
+
+/// Namespace and name of a pod.
+#[must_use]
+pub fn key(pod: &Pod) -> PodKey {
+    PodKey {
+        namespace: pod.metadata.namespace.clone().unwrap_or_default(),
+        name: pod.metadata.name.clone().unwrap_or_default(),
+    }
+}
+
+/// What the pod asks for. `adopted`: an owner record of this VM name names the pod's namespace.
+/// An error: the pod is not ours to serve.
+pub fn read(pod: &Pod, config: &NodeConfig, adopted: bool) -> Result<Wish, Trouble> {
+    let spec = VmSpec::parse(pod);
+    let key = key(pod);
+    check_name(&spec, &key, adopted)?;
+    let runtime = VmRuntime::parse(pod);
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or_default();
+    let annotations = read_snapshot_annotations(pod);
+    let sizes = sizes::sizes(pod, &spec.storage, config.defaults);
+    let hypervisor = config.backends.get(spec.backend().as_str()).cloned();
+    let mut wish = Wish {
+        uid: pod.metadata.uid.clone().unwrap_or_default(),
+        vm_name: spec.vm_name.clone(),
+        managed: spec.managed,
+        macos: spec.os() == OSType::MacOS,
+        image: spec.image.clone(),
+        how: how(pod, &spec),
+        restore_marked: RestoreFromHibernate::read(pod).0,
+        hibernate: HibernateState::read(pod).0,
+        deleting: pod.metadata.deletion_timestamp.is_some(),
+        gone: false,
+        terminal: matches!(phase, "Failed" | "Succeeded"),
+        snapshot_on_delete: spec.managed && should_snapshot_vm(&spec, role_for_pod(pod, &spec.vm_name)),
+        keep_snapshot: KeepSnapshotOnDelete::read(pod).0,
+        sizes: sizes.clone().unwrap_or(config.defaults),
+        hypervisor: hypervisor.clone().unwrap_or_default(),
+        force_pull: spec.force_pull,
+        probe_port: spec.probe_port().unwrap_or_default(),
+        generation: read_cocoon_set_generation(pod),
+        annotations: annotations.as_ref().cloned().unwrap_or_default(),
+        live_request: live_request(pod),
+        id: runtime.vm_id,
+        ip: runtime.ip,
+        woken_from: woken_from(pod).unwrap_or_default().to_owned(),
+        said_ready: LifecycleStatus::read(pod).state == LifecycleState::Ready,
+        problem: None,
+        key,
+    };
+    let annotation = |error: String| Trouble::new(Reason::InvalidAnnotation, error);
+    wish.problem = if wish.managed {
+        let backend = if hypervisor.is_none() { Some(no_backend(&spec, config)) } else { None };
+        annotations
+            .err()
+            .map(|error| annotation(chain(&error)))
+            .or_else(|| spec.probe_port().err().map(|error| annotation(error.to_string())))
+            .or_else(|| sizes.err())
+            .or_else(|| class_problem(pod, config))
+            .or(backend)
+            .or_else(|| guest_problem(&spec))
+    } else {
+        unmanaged_problem(&wish)
+    };
+    Ok(wish)
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}
+
+fn check_name(spec: &VmSpec, key: &PodKey, adopted: bool) -> Result<(), Trouble> {
+    if !spec.managed && !spec.vm_name.is_empty() {
+        return Ok(());
+    }
+    let checked = check_vm_name(&key.namespace, &key.name, &spec.vm_name, &spec.os(), adopted);
+    checked.map_err(|error| {
+        let reason = match &error {
+            VmNameError::Missing { .. } => Reason::MissingVMName,
+            VmNameError::Foreign { .. } => Reason::VMNameMismatch,
+            VmNameError::TooLong { .. } => Reason::VMNameTooLong,
+        };
+        Trouble::new(reason, error.to_string())
+    })
+}
+
+fn how(pod: &Pod, spec: &VmSpec) -> How {
+    if let Some(folder) = clone_from_dir(pod) {
+        let (reason, why) = if spec.is_run() || !spec.fork_from.is_empty() {
+            (Reason::SourceConflict, "excludes mode=run and fork-from; keep one of them")
+        } else {
+            (Reason::NotSupported, "is not served by this release; import the folder and name the snapshot as image")
+        };
+        return How::Refused(Trouble::new(
+            reason,
+            format!("annotation {} ({folder:?}) {why}", keys::ANNOTATION_CLONE_FROM_DIR),
+        ));
+    }
+    if !spec.fork_from.is_empty() {
+        return fork(spec);
+    }
+    if spec.image.is_empty() {
+        let message = format!("the pod names no image; set annotation {}", keys::ANNOTATION_IMAGE);
+        return How::Refused(Trouble::new(Reason::ImageNotFound, message));
+    }
+    if spec.is_run() { How::Run } else { clone_source(&spec.image) }
+}
+
+fn fork(spec: &VmSpec) -> How {
+    if spec.fork_from == spec.vm_name {
+        let message = format!("VM {} cannot be forked from itself; name another VM", spec.vm_name);
+        return How::Refused(Trouble::new(Reason::SourceConflict, message));
+    }
+    How::Fork(spec.fork_from.clone())
+}
+
+fn clone_source(image: &str) -> How {
+    let Ok(found) = reference::Relative::parse(image) else {
+        let message = format!(
+            "image {image:?} is not a snapshot reference (repository[:tag] in the node's registry); set \
+             annotation {} to run to boot an image",
+            keys::ANNOTATION_MODE
+        );
+        return How::Refused(Trouble::new(Reason::InvalidAnnotation, message));
+    };
+    if found.tag == keys::HIBERNATE_SNAPSHOT_TAG {
+        let message = format!("image {image:?} is a VM's hibernated state, which only its own pod may wake");
+        return How::Refused(Trouble::new(Reason::SourceConflict, message));
+    }
+    // A VM's own local snapshot bears its bare name; a copy of its `latest` must not take that place.
+    let local = if has_vm_name_form(&found.repository) {
+        found.to_string()
+    } else {
+        reference::local_name(&found.repository, &found.tag)
+    };
+    How::Clone(SourceRef { repository: found.repository, reference: found.tag, local: fit(local) })
+}
+
+/// Local names have at most 63 characters; longer ones are cut and told apart by a hash.
+fn fit(name: String) -> String {
+    use sha2::Digest as _;
+    const LONGEST: usize = 63;
+    if name.len() <= LONGEST {
+        return name;
+    }
+    let hash = hex::encode(sha2::Sha256::digest(name.as_bytes()));
+    format!("{}-{}", &name[..LONGEST - 13], &hash[..12])
+}
+
+fn no_backend(spec: &VmSpec, config: &NodeConfig) -> Trouble {
+    let known: Vec<_> = config.backends.keys().map(String::as_str).collect();
+    let message = format!(
+        "backend {:?} is not on this node, which has {}; set annotation {} to one of them",
+        spec.backend().as_str(),
+        known.join(", "),
+        keys::ANNOTATION_BACKEND
+    );
+    Trouble::new(Reason::NotSupported, message)
+}
+
+fn guest_problem(spec: &VmSpec) -> Option<Trouble> {
+    let os = spec.os();
+    matches!(os, OSType::MacOS | OSType::Windows).then(|| {
+        let message = format!("guests of type {os} are not served by this release; use a node that does");
+        Trouble::new(Reason::NotSupported, message)
+    })
+}
+
+fn class_problem(pod: &Pod, config: &NodeConfig) -> Option<Trouble> {
+    let selector = pod.spec.as_ref()?.node_selector.as_ref()?;
+    let wanted = selector.get(keys::LABEL_SNAPSHOT_COMPATIBILITY_CLASS)?;
+    if config.snapshot_class.as_ref() == Some(wanted) {
+        return None;
+    }
+    let ours = config.snapshot_class.as_deref().unwrap_or("none");
+    let message = format!("the pod wants snapshot class {wanted:?}, this node has {ours:?}; use a node of that class");
+    Some(Trouble::new(Reason::SnapshotClassMismatch, message))
+}
+
+fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
+    if wish.id.is_empty() || wish.ip.parse::<std::net::Ipv4Addr>().is_err() {
+        let message = format!(
+            "an unmanaged pod needs the annotations {} and {} (an IPv4 address) of the VM that it stands for",
+            keys::ANNOTATION_VM_ID,
+            keys::ANNOTATION_IP
+        );
+        return Some(Trouble::new(Reason::UnmanagedIncomplete, message));
+    }
+    wish.hibernate.then(|| {
+        let message = format!(
+            "VM {} is not managed by this node ({} is not \"true\"), so it cannot be hibernated; remove {}",
+            wish.vm_name,
+            keys::ANNOTATION_MANAGED,
+            keys::ANNOTATION_HIBERNATE
+        );
+        Trouble::new(Reason::HibernateUnsupported, message)
+    })
+}
+
+/// A live snapshot request that the pod has no answer to.
+fn live_request(pod: &Pod) -> Option<String> {
+    let text = pod.annotation(keys::ANNOTATION_SNAPSHOT_REQUEST);
+    if text.is_empty() || SnapshotStatus::read(pod).is_some_and(|status| status.reference == text) {
+        return None;
+    }
+    let _ = SnapshotRequest::read(pod);
+    Some(text.to_owned())
+}
+
+/// What an incarnation that is not in the API any more asked for, as far as its owner record knows.
+#[must_use]
+pub fn of_record(record: &OwnerRecord, config: &NodeConfig) -> Wish {
+    Wish {
+        key: PodKey { namespace: record.namespace.clone(), name: record.pod.clone() },
+        uid: record.uid.clone(),
+        vm_name: record.vm_name.clone(),
+        managed: true,
+        macos: false,
+        image: record.image.clone(),
+        how: How::Run,
+        restore_marked: false,
+        hibernate: matches!(record.phase, Phase::Hibernated { .. }),
+        deleting: true,
+        gone: true,
+        terminal: false,
+        snapshot_on_delete: record.snapshot_on_delete,
+        keep_snapshot: record.keep_snapshot,
+        sizes: config.defaults,
+        hypervisor: String::new(),
+        force_pull: false,
+        probe_port: None,
+        generation: 0,
+        annotations: record.annotations.clone(),
+        live_request: None,
+        id: record.vm_id.clone(),
+        ip: String::new(),
+        woken_from: String::new(),
+        said_ready: false,
+        problem: None,
+    }
+}
