@@ -24,6 +24,7 @@ use serde_json::Value;
 
 use self::checkers::Answer;
 use self::folder::{Level, Vector, VectorFile};
+pub use self::guest::INHERITED;
 use self::intended::Intended;
 pub use self::report::Report;
 use self::report::{FileReport, Outcome};
@@ -47,7 +48,7 @@ pub fn check_folder(dir: &Path, built_only: bool) -> Result<Report> {
 fn check_file(file: &VectorFile, intended: &Intended, built_only: bool) -> FileReport {
     let mut report = FileReport::of(file);
     for vector in &file.vectors {
-        let outcome = match checkers::answer(file, vector) {
+        let outcome = match answer(file, vector) {
             Ok(Answer::Is(ours)) => compare(file, vector, ours, intended),
             Ok(Answer::NotBuilt) if file.level == Level::Informative => Outcome::NotApplicable,
             Ok(Answer::NotBuilt) if built_only => Outcome::LeftOut,
@@ -58,6 +59,12 @@ fn check_file(file: &VectorFile, intended: &Intended, built_only: bool) -> FileR
         report.add(vector, outcome);
     }
     report
+}
+
+/// A panic in our code is a wrong answer to one vector, not the end of the run.
+fn answer(file: &VectorFile, vector: &Vector) -> Result<Answer> {
+    let asked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| checkers::answer(file, vector)));
+    asked.unwrap_or_else(|_| anyhow::bail!("our code panicked; the message stands above"))
 }
 
 fn compare(file: &VectorFile, vector: &Vector, ours: Value, intended: &Intended) -> Outcome {

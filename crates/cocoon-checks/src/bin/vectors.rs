@@ -1,7 +1,8 @@
 //! `vectors [DIR] [--built-only]`: checks every vector file of a folder; see [`cocoon_checks::vectors`].
 
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 use clap::Parser;
 use cocoon_checks::vectors;
@@ -19,6 +20,12 @@ struct Arguments {
 
 fn main() -> anyhow::Result<ExitCode> {
     let arguments = Arguments::parse();
+    let (name, value) = vectors::INHERITED;
+    if std::env::var_os(name).is_none() {
+        // Guest sessions inherit the agent's environment, and some vectors look at it.
+        let mut again = Command::new(std::env::current_exe()?);
+        return Err(again.args(std::env::args_os().skip(1)).env(name, value).exec().into());
+    }
     let dir = arguments.dir.unwrap_or_else(vectors::committed_folder);
     let report = vectors::check_folder(&dir, arguments.built_only)?;
     print!("{report}");

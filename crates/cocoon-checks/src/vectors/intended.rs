@@ -3,8 +3,8 @@
 //! Each entry names a file, the vectors (by id, or by the name of their case), the reason, and what our
 //! answer is instead: `ours` is the whole answer, or `set` gives single members of it by JSON pointer
 //! and leaves the rest as it was. An entry with `whenever` instead of vectors holds for a whole file: a
-//! member where our answer is that text may differ, and a checker gives the text only when it has made
-//! sure that it is true.
+//! member where our answer is that text may differ, from `original` alone when the entry names it. Without
+//! it, the text must be one that a checker gives only after it made sure that it is true.
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
@@ -33,7 +33,8 @@ pub(crate) struct Difference {
     ours: Option<Value>,
     #[serde(default)]
     set: Map<String, Value>,
-    whenever: Option<String>,
+    whenever: Option<Value>,
+    original: Option<Value>,
 }
 
 impl Intended {
@@ -42,12 +43,14 @@ impl Intended {
         serde_json::from_str(LIST).context("src/vectors/intended.json is malformed")
     }
 
-    /// The entry of a file whose mark explains every difference between two answers, if any.
+    /// Whether the entries that hold for the whole file explain every difference between two answers.
     pub(crate) fn explains(&self, file: &VectorFile, original: &Value, ours: &Value) -> bool {
-        let marks = self.0.iter().filter(|difference| difference.file == file.name);
-        marks
-            .filter_map(|difference| difference.whenever.as_deref())
-            .any(|mark| same_but(original, ours, mark))
+        let rules: Vec<&Difference> = self
+            .0
+            .iter()
+            .filter(|difference| difference.file == file.name && difference.whenever.is_some())
+            .collect();
+        same_but(original, ours, &rules)
     }
 
     /// The entry that covers a vector, if any.
@@ -74,15 +77,21 @@ impl Difference {
     }
 }
 
-/// Whether two answers are the same, leaving out members where ours is `mark`.
-fn same_but(original: &Value, ours: &Value, mark: &str) -> bool {
+/// Whether two answers are the same, leaving out members that a rule explains.
+fn same_but(original: &Value, ours: &Value, rules: &[&Difference]) -> bool {
+    let explained = |rule: &&Difference| {
+        rule.whenever.as_ref() == Some(ours) && rule.original.as_ref().is_none_or(|from| from == original)
+    };
     match (original, ours) {
-        (_, Value::String(text)) if text == mark => true,
+        _ if original == ours || rules.iter().any(explained) => true,
         (Value::Object(left), Value::Object(right)) => {
             left.len() == right.len()
-                && right.iter().all(|(name, ours)| left.get(name).is_some_and(|l| same_but(l, ours, mark)))
+                && right.iter().all(|(name, ours)| left.get(name).is_some_and(|l| same_but(l, ours, rules)))
         }
-        _ => original == ours,
+        (Value::Array(left), Value::Array(right)) => {
+            left.len() == right.len() && left.iter().zip(right).all(|(l, r)| same_but(l, r, rules))
+        }
+        _ => false,
     }
 }
 
