@@ -14,9 +14,9 @@ use crate::{
     coexist,
     config::{ConfigError, NetworkConfig},
     leases::{self, LeaseError},
-    links,
+    links::{self, LinkError},
     names::{self, BRIDGE_ALIAS, Mac, TABLE_PREFIX, table_name},
-    netlink::Netlink,
+    netlink::{Link, Netlink},
     nft,
     rules::{self, AddressRow, TapRow},
     sysctl,
@@ -32,6 +32,9 @@ pub enum BridgeError {
     /// The leases, which say who may use which address, cannot be read.
     #[error(transparent)]
     Leases(#[from] LeaseError),
+    /// A tap or its filter rows could not be put in order.
+    #[error(transparent)]
+    Links(#[from] LinkError),
     /// The interface name belongs to something else.
     #[error("interface {0} exists and is not a bridge; choose another bridge name")]
     NotABridge(String),
@@ -98,7 +101,9 @@ pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
     apply_filter(network, &netlink, &saved.ip_forward).await?;
     coexist_with_others(network).await;
     repair_taps(network, &netlink, bridge).await?;
-    let listing = nft::list(&rules::list_tables(&network.bridge)).await.map_err(at.filter())?;
+    // A tap may have gone while its rows were put back.
+    links::drop_stale_rows(network, &netlink).await?;
+    let listing = list_tables(network).await.map_err(at.filter())?;
     Ok(State { index: bridge, listing })
 }
 
@@ -113,10 +118,12 @@ pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, Brid
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
     let bridge = links.iter().find(|link| link.name == network.bridge && link.index == state.index && link.up);
     let addressed = has_address(network, &netlink, state.index).await?;
-    // A tap without a row or a controller may be one that is just being made; then a repair does no harm.
+    // A tap that is just being made or removed looks damaged too: who finds damage looks twice.
     let taps = links::taps_of(network, &links);
-    let wired = taps.iter().all(|(tap, mac)| tap.controller == Some(state.index) && rows.contains(&(tap.name.clone(), *mac)));
-    let listed = nft::list(&rules::list_tables(&network.bridge)).await.is_ok_and(|listing| listing == state.listing);
+    let row = |tap: &Link, mac: Mac| rows.contains(&(tap.name.clone(), mac));
+    let wired = taps.iter().all(|(tap, mac)| tap.controller == Some(state.index) && row(tap, *mac))
+        && rows.iter().all(|(tap, _)| links::exists(&links, tap));
+    let listed = list_tables(network).await.is_ok_and(|listing| listing == state.listing);
     let others = others_accept(network).await.is_none();
     Ok(bridge.is_some() && addressed && wired && listed && others)
 }
@@ -202,6 +209,12 @@ async fn ensure_bridge(network: &NetworkConfig, netlink: &Netlink) -> Result<u32
     Ok(bridge.index)
 }
 
+async fn list_tables(network: &NetworkConfig) -> Result<String, String> {
+    let [host, taps] = rules::list_tables(&network.bridge);
+    let (host, taps) = tokio::try_join!(nft::list(&host), nft::list(&taps))?;
+    Ok(host + &taps)
+}
+
 /// The same on every host, so that a guest that wakes elsewhere finds its gateway where it was; and
 /// fixed, so that it does not follow the ports as a bridge's own choice does.
 fn bridge_mac(gateway: Ipv4Addr) -> Mac {
@@ -251,7 +264,7 @@ fn note(old_forward: &str) -> String {
 /// What another network of ours on this host found when it turned forwarding on.
 async fn inherited_forwarding(network: &NetworkConfig) -> Option<String> {
     for table in other_tables(network).await.ok()? {
-        let listing = nft::list(&format!("list table inet {table}\n")).await.ok()?;
+        let listing = nft::list(&format!("list table inet {table}")).await.ok()?;
         if let Some((_, rest)) = listing.split_once(NOTE) {
             return rest.chars().next().map(String::from);
         }
@@ -262,7 +275,7 @@ async fn inherited_forwarding(network: &NetworkConfig) -> Option<String> {
 /// The tables of our other networks in this namespace.
 async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
     let own = table_name(&network.bridge);
-    let tables = nft::list_json("list tables inet\n").await?;
+    let tables = nft::list_json("list tables inet").await?;
     let names = tables.iter().filter_map(|object| object.pointer("/table/name")?.as_str());
     Ok(names.filter(|name| name.starts_with(TABLE_PREFIX) && *name != own).map(str::to_owned).collect())
 }

@@ -8,7 +8,7 @@
 use serde_json::Value;
 
 /// The command that lists what [`accepts`] and [`removals`] read.
-pub(crate) const LIST: &str = "list table ip filter\n";
+pub(crate) const LIST: &str = "list table ip filter";
 
 /// The tag of our rules in tables of others.
 fn tag(bridge: &str) -> String {

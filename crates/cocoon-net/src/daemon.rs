@@ -35,6 +35,8 @@ use crate::{
 
 /// Packets answered with one save of the leases.
 const BATCH: usize = 64;
+/// How long a tap may take to be wired before it looks broken.
+const SECOND_LOOK: Duration = Duration::from_millis(100);
 /// Longer than any DHCP packet that comes over Ethernet.
 const MAX_PACKET: usize = 2048;
 
@@ -305,11 +307,20 @@ impl Daemon {
             tracing::warn!(message, "lapsed leases stay until the next sweep");
             self.server.restore(checkpoint, 0);
         }
-        match bridge::intact(&self.network, &self.state).await {
+        match self.is_intact().await {
             Ok(true) => {}
             Ok(false) => self.repair().await,
-            Err(error) => tracing::warn!(%error, "looking after the network"),
+            Err(error) => tracing::warn!(%error, cause = source(&error), "looking after the network"),
         }
+    }
+
+    /// Looks twice, so that a tap that is just being made or removed is not taken for damage.
+    async fn is_intact(&self) -> Result<bool, BridgeError> {
+        if bridge::intact(&self.network, &self.state).await? {
+            return Ok(true);
+        }
+        tokio::time::sleep(SECOND_LOOK).await;
+        bridge::intact(&self.network, &self.state).await
     }
 
     async fn repair(&mut self) {

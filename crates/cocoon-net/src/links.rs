@@ -158,6 +158,13 @@ pub(crate) async fn plug(netlink: &Netlink, network: &NetworkConfig, tap: u32, b
     netlink.plug(tap, Port { bridge, isolated: !network.vm_to_vm, mac }).await
 }
 
+/// Removes rows whose tap is gone. Rows are listed before interfaces, so a tap being made is safe.
+pub(crate) async fn drop_stale_rows(network: &NetworkConfig, netlink: &Netlink) -> Result<(), LinkError> {
+    let rows = rows_or_none(network, &network.bridge).await?;
+    let links = netlink.links().await.map_err(kernel("listing interfaces", &network.bridge))?;
+    remove_rows(network, rows.into_iter().filter(|(tap, _)| !exists(&links, tap)).collect()).await
+}
+
 struct New<'a> {
     network: &'a NetworkConfig,
     netlink: &'a Netlink,
@@ -250,7 +257,7 @@ fn mac_of(network: &NetworkConfig, link: &Link) -> Option<Mac> {
     link.alternatives.iter().find_map(|name| names::mac_of_alternative(&network.bridge, name))
 }
 
-fn exists(links: &[Link], name: &str) -> bool {
+pub(crate) fn exists(links: &[Link], name: &str) -> bool {
     links.iter().any(|link| link.name == name)
 }
 

@@ -15,23 +15,20 @@ pub(crate) async fn apply(text: &str) -> Result<(), String> {
     run(&["-f", "-"], text).await.map(drop)
 }
 
-/// Runs listing commands without counters and without the content of sets.
-pub(crate) async fn list(commands: &str) -> Result<String, String> {
-    run(&["-s", "-t", "-f", "-"], commands).await
+/// Runs one listing command, without counters and without the content of sets.
+pub(crate) async fn list(command: &str) -> Result<String, String> {
+    run(&["-s", "-t", command], "").await
 }
 
-/// Runs listing commands, with handles; one JSON answer for each.
-pub(crate) async fn list_json(commands: &str) -> Result<Vec<Value>, String> {
-    let text = run(&["-j", "-a", "-f", "-"], commands).await?;
-    let answers = serde_json::Deserializer::from_str(&text).into_iter::<Value>();
-    let mut objects = Vec::new();
-    for answer in answers {
-        let mut answer = answer.map_err(|error| format!("nft printed something that is not JSON: {error}"))?;
-        if let Some(Value::Array(list)) = answer.get_mut("nftables").map(Value::take) {
-            objects.extend(list);
-        }
+/// Runs one listing command, with handles. (Given on standard input together with `-j`, nft 1.0.6 prints
+/// nothing and succeeds.)
+pub(crate) async fn list_json(command: &str) -> Result<Vec<Value>, String> {
+    let text = run(&["-j", "-a", command], "").await?;
+    let answer = serde_json::from_str::<Value>(&text);
+    match answer.map(|mut answer| answer.get_mut("nftables").map(Value::take)) {
+        Ok(Some(Value::Array(objects))) => Ok(objects),
+        _ => Err(format!("nft answered {command:?} with something that is not its JSON")),
     }
-    Ok(objects)
 }
 
 async fn run(arguments: &[&str], text: &str) -> Result<String, String> {

@@ -177,15 +177,15 @@ pub(crate) fn delete_tables(bridge: &str) -> String {
     ["inet", "bridge"].map(|family| format!("add table {family} {table}\ndelete table {family} {table}\n")).concat()
 }
 
-/// The commands that list both tables.
-pub(crate) fn list_tables(bridge: &str) -> String {
+/// The commands that list both tables. One a call: two in one input confuse the cache of nft 1.0.6.
+pub(crate) fn list_tables(bridge: &str) -> [String; 2] {
     let table = table_name(bridge);
-    format!("list table inet {table}\nlist table bridge {table}\n")
+    ["inet", "bridge"].map(|family| format!("list table {family} {table}"))
 }
 
 /// The command that lists the rows of taps.
 pub(crate) fn list_rows(bridge: &str) -> String {
-    format!("list set bridge {} macs\n", table_name(bridge))
+    format!("list set bridge {} macs", table_name(bridge))
 }
 
 /// The rows in the answer to [`list_rows`].
