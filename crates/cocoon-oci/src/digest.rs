@@ -58,7 +58,9 @@ mod tests {
     #[test]
     fn only_sha256_in_lower_case_hex_is_a_digest() {
         assert!(is_valid(&of(b"")));
-        for bad in ["", "sha256:", "sha256:child", "sha512:00", &of(b"x").to_uppercase(), &format!("{}0", of(b""))] {
+        for bad in
+            ["", "sha256:", "sha256:child", "sha512:00", &of(b"x").to_uppercase(), &format!("{}0", of(b""))]
+        {
             assert!(!is_valid(bad), "{bad}");
         }
     }

@@ -88,7 +88,11 @@ impl Document {
     /// Every digest that this document needs, in order.
     pub fn references(&self) -> impl Iterator<Item = &str> {
         let config = (!self.config.digest.is_empty()).then_some(&self.config);
-        config.into_iter().chain(&self.layers).chain(&self.manifests).map(|descriptor| descriptor.digest.as_str())
+        config
+            .into_iter()
+            .chain(&self.layers)
+            .chain(&self.manifests)
+            .map(|descriptor| descriptor.digest.as_str())
     }
 
     /// Whether this is an index of manifests rather than a manifest.
@@ -177,7 +181,10 @@ pub fn pick(manifests: &[Descriptor]) -> Option<&Descriptor> {
 #[must_use]
 pub fn exact(manifests: &[Descriptor]) -> Option<&Descriptor> {
     manifests.iter().find(|entry| {
-        entry.platform.as_ref().is_some_and(|platform| platform.os == "linux" && platform.architecture == "amd64")
+        entry
+            .platform
+            .as_ref()
+            .is_some_and(|platform| platform.os == "linux" && platform.architecture == "amd64")
     })
 }
 

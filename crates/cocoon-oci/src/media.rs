@@ -136,12 +136,7 @@ pub fn classify(bytes: &[u8]) -> Result<Kind, String> {
     root.map("config")?;
     let config = root.field("config").map(|config| config.text("mediaType")).transpose()?;
     let indexes = matches!(root.field("manifests"), Some(Node::List(items)) if !items.is_empty());
-    Ok(kind_of(
-        &root.text("artifactType")?,
-        &config.unwrap_or_default(),
-        &root.text("mediaType")?,
-        indexes,
-    ))
+    Ok(kind_of(&root.text("artifactType")?, &config.unwrap_or_default(), &root.text("mediaType")?, indexes))
 }
 
 /// The rule of [`classify`] on the fields alone.

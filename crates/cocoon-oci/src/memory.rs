@@ -57,7 +57,13 @@ impl Memory {
     }
 
     /// Puts a manifest under any reference; nothing is checked.
-    pub fn insert_manifest(&self, repository: &str, reference: &str, media_type: &str, bytes: impl Into<Bytes>) {
+    pub fn insert_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+        media_type: &str,
+        bytes: impl Into<Bytes>,
+    ) {
         let bytes = bytes.into();
         let manifest = Manifest { digest: digest::of(&bytes), bytes, media_type: media_type.to_owned() };
         self.state().manifests.insert((repository.to_owned(), reference.to_owned()), manifest);
@@ -150,7 +156,11 @@ impl Registry for Memory {
         Ok(digest)
     }
 
-    async fn get_manifest(&self, repository: &str, reference: &str) -> Result<Option<Manifest>, RegistryError> {
+    async fn get_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+    ) -> Result<Option<Manifest>, RegistryError> {
         self.ready([repository, reference])?;
         Ok(self.state().manifests.get(&key(repository, reference)).cloned())
     }
@@ -159,7 +169,9 @@ impl Registry for Memory {
         self.ready([repository, reference])?;
         let mut state = self.state();
         if digest::is_valid(reference) {
-            state.manifests.retain(|(owner, _), manifest| owner != repository || manifest.digest != reference);
+            state
+                .manifests
+                .retain(|(owner, _), manifest| owner != repository || manifest.digest != reference);
         } else {
             state.manifests.remove(&key(repository, reference));
         }

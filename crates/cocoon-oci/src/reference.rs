@@ -101,7 +101,9 @@ pub fn join(base: &str, repository: &str, reference: &str) -> Result<String, Ref
         digest::is_valid(reference)
     } else {
         (1..=128).contains(&reference.len())
-            && reference.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.'))
+            && reference
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.'))
     };
     if path_fits && reference_fits { Ok(full) } else { Err(ReferenceError(full)) }
 }

@@ -71,7 +71,13 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
     /// Whether the blob is there.
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError>;
     /// Stores a blob; refuses content that does not match `digest` and `size`.
-    async fn put_blob(&self, repository: &str, digest: &str, size: u64, body: Body) -> Result<(), RegistryError>;
+    async fn put_blob(
+        &self,
+        repository: &str,
+        digest: &str,
+        size: u64,
+        body: Body,
+    ) -> Result<(), RegistryError>;
     /// Stores a blob that is in memory; the same promise as [`Registry::put_blob`].
     async fn put_bytes(&self, repository: &str, digest: &str, bytes: Bytes) -> Result<(), RegistryError> {
         let size = bytes.len() as u64;
@@ -88,7 +94,11 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
         bytes: Bytes,
     ) -> Result<String, RegistryError>;
     /// Reads a manifest, verified. `None`: not there.
-    async fn get_manifest(&self, repository: &str, reference: &str) -> Result<Option<Manifest>, RegistryError>;
+    async fn get_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+    ) -> Result<Option<Manifest>, RegistryError>;
     /// Deletes a tag or a digest; not there is success.
     async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError>;
 }

@@ -136,7 +136,11 @@ fn check_sum(block: &[u8; BLOCK]) -> Result<(), String> {
     let byte = |(at, byte): (usize, &u8)| if (148..156).contains(&at) { b' ' } else { *byte };
     let unsigned: i64 = block.iter().enumerate().map(byte).map(i64::from).sum();
     let signed: i64 = block.iter().enumerate().map(byte).map(|byte| i64::from(byte.cast_signed())).sum();
-    if stated == unsigned || stated == signed { Ok(()) } else { Err("not a tar header (check sum)".to_owned()) }
+    if stated == unsigned || stated == signed {
+        Ok(())
+    } else {
+        Err("not a tar header (check sum)".to_owned())
+    }
 }
 
 /// Octal text, or base-256 when the first bit is set.
@@ -223,7 +227,14 @@ pub(crate) fn header(
     }
     let extension = ascii_name(&pax_name(name));
     let size_of_body = body.len() as u64;
-    out.extend(block(&Fields { prefix: "", name: &extension, mode: 0, size: size_of_body, mtime: 0, kind: b'x' })?);
+    out.extend(block(&Fields {
+        prefix: "",
+        name: &extension,
+        mode: 0,
+        size: size_of_body,
+        mtime: 0,
+        kind: b'x',
+    })?);
     out.extend_from_slice(body.as_bytes());
     out.resize(out.len().next_multiple_of(BLOCK), 0);
     let size = if size > OCTAL_11 { 0 } else { size };

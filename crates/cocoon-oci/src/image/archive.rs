@@ -12,8 +12,8 @@ use std::{
 use bytes::Bytes;
 
 use super::{
-    ImageError, ImageSource, LayerRef, MAX_CONFIG, MAX_LAYER, Origin, check_config, check_kind, config_size, diff_ids,
-    invalid, layers_of, parse_manifest, platform_entry,
+    ImageError, ImageSource, LayerRef, MAX_CONFIG, MAX_LAYER, Origin, check_config, check_kind, config_size,
+    diff_ids, invalid, layers_of, parse_manifest, platform_entry,
 };
 use crate::{
     digest,
@@ -245,7 +245,8 @@ impl Archive {
     /// The entry with that name; the only one; or the only one for our platform.
     fn choose<'a>(&self, index: &'a Document, name: Option<&str>) -> Result<&'a Descriptor, ImageError> {
         if let Some(name) = name {
-            let named = |entry: &&Descriptor| entry.annotations.get(REF_NAME).is_some_and(|found| found == name);
+            let named =
+                |entry: &&Descriptor| entry.annotations.get(REF_NAME).is_some_and(|found| found == name);
             let found = index.manifests.iter().find(named);
             return found.ok_or_else(|| invalid(&self.name, format!("it holds no image named {name:?}")));
         }
@@ -254,7 +255,9 @@ impl Archive {
             [] => Err(invalid(&self.name, "it holds no image")),
             several => {
                 let here = crate::manifest::exact(several);
-                here.ok_or_else(|| invalid(&self.name, format!("it holds {} images; name one", several.len())))
+                here.ok_or_else(|| {
+                    invalid(&self.name, format!("it holds {} images; name one", several.len()))
+                })
             }
         }
     }
@@ -270,7 +273,10 @@ impl Archive {
         };
         let fitting: Vec<&Node> = images.iter().filter(tagged).collect();
         let [image] = fitting.as_slice() else {
-            return Err(invalid(&self.name, format!("{} of its images fit; name exactly one", fitting.len())));
+            return Err(invalid(
+                &self.name,
+                format!("{} of its images fit; name exactly one", fitting.len()),
+            ));
         };
         let config = self.bytes(&image.text("Config").map_err(bad)?, MAX_CONFIG)?;
         let ids = diff_ids(&self.name, &config)?;
@@ -307,7 +313,13 @@ impl Archive {
         Ok(LayerRef { digest: hasher.finish(), media_type, size: place.1, diff_id })
     }
 
-    fn source(self, digest: String, config: Bytes, layers: Vec<LayerRef>, places: Vec<(u64, u64)>) -> ImageSource {
+    fn source(
+        self,
+        digest: String,
+        config: Bytes,
+        layers: Vec<LayerRef>,
+        places: Vec<(u64, u64)>,
+    ) -> ImageSource {
         let origin = Origin::Archive(Slices { file: self.members.file, places });
         ImageSource { digest, config, layers, max_layer: MAX_LAYER, name: self.name, origin }
     }

@@ -120,8 +120,10 @@ impl ImageSource {
                 Box::new(tokio_util::io::SyncIoBridge::new_with_handle(body, runtime.clone()))
             }
         };
-        LayerReader::new(raw, layer, self.max_layer)
-            .map_err(|source| ImageError::Archive { path: format!("{} (layer {})", self.name, layer.digest), source })
+        LayerReader::new(raw, layer, self.max_layer).map_err(|source| ImageError::Archive {
+            path: format!("{} (layer {})", self.name, layer.digest),
+            source,
+        })
     }
 }
 
@@ -170,7 +172,9 @@ async fn read_config(
     let body = body.ok_or_else(|| invalid(name, format!("its config {} is missing", descriptor.digest)))?;
     let mut bytes = Vec::new();
     let read = body.take(size + 1).read_to_end(&mut bytes).await;
-    read.map_err(|error| failed(RegistryError::unavailable(format!("reading {}", descriptor.digest), error)))?;
+    read.map_err(|error| {
+        failed(RegistryError::unavailable(format!("reading {}", descriptor.digest), error))
+    })?;
     check_config(name, descriptor, &bytes)?;
     Ok(bytes.into())
 }
@@ -199,15 +203,19 @@ fn parse_manifest(name: &str, bytes: &[u8]) -> Result<Document, ImageError> {
 
 fn platform_entry<'a>(name: &str, index: &'a Document) -> Result<&'a Descriptor, ImageError> {
     exact(&index.manifests).ok_or_else(|| {
-        let platforms: Vec<String> = index.manifests.iter().filter_map(|entry| entry.platform.as_ref()).map(
-            |platform| format!("{}/{}", platform.os, platform.architecture),
-        ).collect();
+        let platforms: Vec<String> = index
+            .manifests
+            .iter()
+            .filter_map(|entry| entry.platform.as_ref())
+            .map(|platform| format!("{}/{}", platform.os, platform.architecture))
+            .collect();
         invalid(name, format!("it has no linux/amd64 variant, only [{}]", platforms.join(", ")))
     })
 }
 
 fn check_kind(name: &str, document: &Document) -> Result<(), ImageError> {
-    let kind = media::kind_of(&document.artifact_type, &document.config.media_type, &document.media_type, false);
+    let kind =
+        media::kind_of(&document.artifact_type, &document.config.media_type, &document.media_type, false);
     match kind {
         Kind::ContainerImage => Ok(()),
         Kind::Snapshot => Err(invalid(name, "it is a VM snapshot; clone from it instead")),

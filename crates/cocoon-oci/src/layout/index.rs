@@ -103,7 +103,9 @@ impl Index {
     /// The entry of a tag or digest of one repository.
     pub(super) fn find(&self, repository: &str, reference: &str) -> Option<Entry> {
         if digest::is_valid(reference) {
-            return self.entries().find(|entry| entry.repository() == repository && entry.digest == reference);
+            return self
+                .entries()
+                .find(|entry| entry.repository() == repository && entry.digest == reference);
         }
         let name = local(repository, reference);
         self.entries().find(|entry| entry.name == name)

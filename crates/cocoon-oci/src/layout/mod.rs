@@ -59,9 +59,9 @@ impl OciLayout {
     pub async fn tags(&self) -> Result<Vec<(String, String)>, RegistryError> {
         self.blocking(|store| {
             let index = index::Index::read(&store.root)?;
-            let named = index.entries().filter_map(|entry| {
-                entry.tag().map(|tag| (entry.repository().to_owned(), tag.to_owned()))
-            });
+            let named = index
+                .entries()
+                .filter_map(|entry| entry.tag().map(|tag| (entry.repository().to_owned(), tag.to_owned())));
             Ok(named.collect())
         })
         .await
@@ -169,7 +169,11 @@ impl Registry for OciLayout {
         self.blocking(move |store| store.put_manifest(&repository, &reference, &media_type, &bytes)).await
     }
 
-    async fn get_manifest(&self, repository: &str, reference: &str) -> Result<Option<Manifest>, RegistryError> {
+    async fn get_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+    ) -> Result<Option<Manifest>, RegistryError> {
         check(repository, Some(reference))?;
         let [repository, reference] = [repository, reference].map(str::to_owned);
         self.blocking(move |store| store.manifest(&repository, &reference)).await
@@ -207,7 +211,9 @@ fn receive(
             Some(Err(error)) => {
                 return Err(RegistryError::unavailable(format!("reading the body of {digest}"), error));
             }
-            None => return Err(RegistryError::unavailable(format!("storing {digest}"), "the push was given up")),
+            None => {
+                return Err(RegistryError::unavailable(format!("storing {digest}"), "the push was given up"));
+            }
         }
     }
 }

@@ -83,7 +83,8 @@ impl Store {
 
     fn lock(&self, operation: FlockOperation) -> io::Result<Held> {
         let path = self.root.join(".cocoon.lock");
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o644).open(path)?;
+        let file =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o644).open(path)?;
         loop {
             match flock(&file, operation) {
                 Ok(()) => return Ok(Held(file)),
@@ -197,11 +198,19 @@ impl Store {
                 return Err(RegistryError::unavailable(what, error));
             }
         };
-        if digest::of(&bytes) == digest { Ok(bytes) } else { Err(RegistryError::Corrupt { object: digest.to_owned() }) }
+        if digest::of(&bytes) == digest {
+            Ok(bytes)
+        } else {
+            Err(RegistryError::Corrupt { object: digest.to_owned() })
+        }
     }
 
     /// A manifest by tag, by digest, or by digest as the child of an index of this repository.
-    pub(super) fn manifest(&self, repository: &str, reference: &str) -> Result<Option<Manifest>, RegistryError> {
+    pub(super) fn manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+    ) -> Result<Option<Manifest>, RegistryError> {
         let index = Index::read(&self.root)?;
         let found = match index.find(repository, reference) {
             Some(entry) => Some((entry.digest, entry.media_type)),
@@ -241,14 +250,20 @@ impl Store {
             return Err(RegistryError::Corrupt { object: reference.to_owned() });
         }
         let document = Document::parse(bytes).map_err(|why| {
-            RegistryError::unavailable(format!("storing manifest {repository} {reference}: it cannot be read"), why)
+            RegistryError::unavailable(
+                format!("storing manifest {repository} {reference}: it cannot be read"),
+                why,
+            )
         })?;
         let _held = self.locked(FlockOperation::LockExclusive)?;
         let mut index = Index::read(&self.root)?;
         for needed in document.references() {
             if !self.blob(needed)?.exists() {
                 return Err(RegistryError::unavailable(
-                    format!("storing manifest {repository} {reference} in {}: push again", self.root.display()),
+                    format!(
+                        "storing manifest {repository} {reference} in {}: push again",
+                        self.root.display()
+                    ),
                     format!("blob {needed} is not there"),
                 ));
             }
@@ -286,7 +301,10 @@ impl Store {
                 continue;
             }
             let document = Document::parse(&self.document(&digest)?).map_err(|why| {
-                RegistryError::unavailable(format!("collecting garbage: manifest {digest} cannot be read"), why)
+                RegistryError::unavailable(
+                    format!("collecting garbage: manifest {digest} cannot be read"),
+                    why,
+                )
             })?;
             open.extend(document.manifests.iter().map(|child| child.digest.clone()));
             needed.extend(document.layers.iter().map(|layer| layer.digest.clone()));
@@ -342,7 +360,12 @@ fn age(metadata: &std::fs::Metadata) -> Duration {
 /// Marks a blob as just used. A layout that may only be read stays as it is.
 fn refresh(file: &File) -> io::Result<()> {
     match file.set_modified(SystemTime::now()) {
-        Err(error) if matches!(error.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) => {
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
             Ok(())
         }
         other => other,
