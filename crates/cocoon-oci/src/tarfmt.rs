@@ -295,8 +295,11 @@ fn block(fields: &Fields<'_>) -> Result<[u8; BLOCK], String> {
     put(&mut block[136..148], &octal(fields.mtime, 11)?);
     block[156] = fields.kind;
     put(&mut block[257..265], "ustar\x0000");
-    put(&mut block[329..337], &octal(0, 7)?);
-    put(&mut block[337..345], &octal(0, 7)?);
+    if fields.kind != b'x' {
+        // The contract's writer gives its extension headers no device numbers.
+        put(&mut block[329..337], &octal(0, 7)?);
+        put(&mut block[337..345], &octal(0, 7)?);
+    }
     put(&mut block[345..500], fields.prefix);
     block[148..156].fill(b' ');
     let sum: u32 = block.iter().map(|byte| u32::from(*byte)).sum();
