@@ -10,4 +10,21 @@
 //!
 //! What is not implemented is refused in the API's own words; nothing is guessed.
 
+mod auth;
+mod authz;
+mod controllers;
+mod error;
+mod fields;
+mod http;
+mod journal;
+mod json;
+mod objects;
+mod patch;
 pub mod plane;
+mod proxy;
+mod resources;
+mod rules;
+mod selector;
+mod server;
+mod store;
+mod validate;

@@ -1,10 +1,29 @@
 //! The plane's one entry point.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc};
+use std::{
+    convert::Infallible,
+    net::SocketAddr,
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+};
 
+use bytes::Bytes;
 use cocoon_kit::world::World;
+use tower::util::BoxCloneSyncService;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+
+use crate::{
+    auth::{self, Tokens},
+    controllers,
+    http::{self as routes, Pages},
+    journal::{Durability, Journal as _, Loaded, SqliteJournal},
+    objects::Objects,
+    proxy::Proxy,
+    resources::by_table,
+    server,
+    store::{Object, Store},
+};
 
 /// Who asks. Made from a client certificate (common name, organisations), a token, or by the caller of
 /// [`Plane::service`].
@@ -17,7 +36,7 @@ pub struct User {
 }
 
 /// How a plane is set up.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct PlaneConfig {
     /// SQLite file; `None` keeps nothing.
     pub journal: Option<PathBuf>,
@@ -27,11 +46,35 @@ pub struct PlaneConfig {
     pub kubelet_client: Option<Arc<rustls::ClientConfig>>,
 }
 
+impl std::fmt::Debug for PlaneConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Without the tokens: they are secrets.
+        f.debug_struct("PlaneConfig").field("journal", &self.journal).finish_non_exhaustive()
+    }
+}
+
 /// The embedded API. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Plane {
-    config: Arc<PlaneConfig>,
-    world: Arc<dyn World>,
+    inner: Arc<Inner>,
+}
+
+/// What all parts of a plane share.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) config: PlaneConfig,
+    pub(crate) objects: Objects,
+    pub(crate) pages: Pages,
+    pub(crate) proxy: Proxy,
+    pub(crate) authority: OnceLock<String>,
+    tokens: Tokens,
+}
+
+impl Inner {
+    /// Whose bearer token this is.
+    pub(crate) fn token_user(&self, token: &str) -> Option<User> {
+        self.tokens.user(token)
+    }
 }
 
 /// Why a plane could not be opened.
@@ -57,6 +100,13 @@ pub enum OpenError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The first namespaces could not be made.
+    #[error("the first namespaces could not be made")]
+    Namespaces {
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
 }
 
 /// A request as the plane takes it.
@@ -67,15 +117,38 @@ pub type Response = http::Response<axum::body::Body>;
 impl Plane {
     /// Loads the journal; makes the namespaces `default`, `kube-system`, `kube-public`, `kube-node-lease`.
     pub async fn open(config: PlaneConfig, world: Arc<dyn World>) -> Result<Self, OpenError> {
-        Ok(Self { config: Arc::new(config), world })
+        let (loaded, durability) = match &config.journal {
+            None => (Loaded::default(), Durability::none()),
+            Some(path) => {
+                let on_error = |source| OpenError::Journal { path: path.display().to_string(), source };
+                let mut journal = SqliteJournal::open(path)?;
+                let loaded = journal.load().map_err(on_error)?;
+                let revision = loaded.revision;
+                let durability = Durability::start(Box::new(journal), revision);
+                (loaded, durability.map_err(|error| on_error(error.into()))?)
+            }
+        };
+        let store = restore(loaded, &config)?;
+        let inner = Inner {
+            tokens: Tokens::new(&config.tokens),
+            objects: Objects::new(store, durability, world),
+            pages: Pages::default(),
+            proxy: Proxy::default(),
+            authority: OnceLock::new(),
+            config,
+        };
+        controllers::make_namespaces(&inner).await.map_err(|error| OpenError::Namespaces { source: error.into() })?;
+        Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The API as a service of this process, for a `kube::Client` that acts as `user`.
+    /// The API as a service of this process, for a `kube::Client` that acts as `user`. It passes by TLS, not
+    /// by authorisation: `user` may do what its name and groups may do.
     #[must_use]
-    pub fn service(&self, user: User) -> tower::util::BoxCloneSyncService<Request, Response, std::convert::Infallible> {
-        let _ = (&self.config, &self.world, user);
-        tower::util::BoxCloneSyncService::new(tower::service_fn(|_request: Request| async {
-            Ok(http::Response::new(axum::body::Body::empty()))
+    pub fn service(&self, user: User) -> BoxCloneSyncService<Request, Response, Infallible> {
+        let (inner, user) = (Arc::clone(&self.inner), auth::known(user));
+        BoxCloneSyncService::new(tower::service_fn(move |request: Request| {
+            let (inner, user) = (Arc::clone(&inner), user.clone());
+            async move { Ok(routes::handle(inner, user, request).await) }
         }))
     }
 
@@ -87,14 +160,24 @@ impl Plane {
         tls: Arc<rustls::ServerConfig>,
         shutdown: CancellationToken,
     ) -> std::io::Result<()> {
-        let _ = (listener, tls);
-        shutdown.cancelled().await;
-        Ok(())
+        server::serve(Arc::clone(&self.inner), listener, tls, shutdown).await
     }
 
     /// Runs scheduler, collector, namespace and node controllers until `shutdown`.
     pub async fn run_controllers(&self, shutdown: CancellationToken) {
-        shutdown.cancelled().await;
+        controllers::run(Arc::clone(&self.inner), shutdown).await;
+    }
+
+    /// Gives the certificate authority (PEM) that the controllers publish as `kube-root-ca.crt` in each
+    /// namespace. Only the first call counts; without one nothing is published.
+    pub fn publish_authority(&self, pem: &str) {
+        let _ = self.inner.authority.set(pem.to_owned());
+    }
+
+    /// Number of objects, for a size to show.
+    #[must_use]
+    pub fn object_count(&self) -> usize {
+        self.inner.objects.store().list(&crate::store::Filter::default()).0.len()
     }
 
     /// Address helper for messages.
@@ -102,4 +185,17 @@ impl Plane {
     pub fn url(address: SocketAddr) -> String {
         format!("https://{address}")
     }
+}
+
+/// The store as the journal knew it. Watches from before are told to start again.
+fn restore(loaded: Loaded, config: &PlaneConfig) -> Result<Store, OpenError> {
+    let path = config.journal.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+    let mut objects = Vec::with_capacity(loaded.objects.len());
+    for (table, revision, body) in loaded.objects {
+        let broken = |why: String| OpenError::Journal { path: path.clone(), source: why.into() };
+        let kind = by_table(&table).ok_or_else(|| broken(format!("objects of an unknown table {table}")))?;
+        let value = serde_json::from_slice(&body).map_err(|error| broken(format!("unreadable object: {error}")))?;
+        objects.push(Object::with_bytes(kind, &value, revision, Bytes::from(body)));
+    }
+    Ok(Store::new(loaded.revision, objects))
 }

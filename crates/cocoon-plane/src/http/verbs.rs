@@ -1,0 +1,399 @@
+//! The verbs on stored objects.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use bytes::{Bytes, BytesMut};
+use futures::stream;
+use http::{HeaderValue, Method};
+use serde_json::{Value, json};
+
+use super::{
+    Call, content_type,
+    params::delete_options,
+    path::Address,
+    read_body,
+    view::{Presenter, View},
+};
+use crate::{
+    error::{ApiError, respond, respond_json},
+    fields::{self, Strictness},
+    json::{self, text},
+    objects::{WriteOptions, Written},
+    patch::Patch,
+    plane::Response,
+    resources::Kind,
+    rules::{self, Part},
+    store::{Filter, Object},
+};
+
+/// Pieces in which a long list goes out.
+const SEGMENT: usize = 256 << 10;
+
+fn presenter(call: &Call, kind: &'static Kind) -> Result<Presenter, ApiError> {
+    let view = View::of(&call.parts.headers, &call.params)?;
+    Ok(Presenter { kind, view, now: call.inner.objects.world().now() })
+}
+
+/// What a list, watch or collection delete is about.
+pub(super) fn filter(call: &Call, kind: &'static Kind, address: &Address) -> Result<Filter, ApiError> {
+    let mut selection = call.params.selection(kind)?;
+    if !address.name.is_empty() {
+        selection = selection.and_name(&address.name);
+    }
+    let namespace = (!address.namespace.is_empty()).then(|| address.namespace.as_str().into());
+    Ok(Filter { table: Some(kind.table), namespace, selection })
+}
+
+pub(super) async fn get(call: &Call, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let object = call.inner.objects.get(kind, &address.namespace, &address.name).await?;
+    Ok(respond(200, "application/json", presenter.one(&object, true)))
+}
+
+pub(super) async fn list(call: &Call, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let filter = filter(call, kind, address)?;
+    let limit = usize::try_from(call.params.number("limit")?.unwrap_or_default()).unwrap_or(usize::MAX);
+    let (now, scope) = (call.inner.objects.world().instant(), scope(call));
+    let page = match call.params.get("continue") {
+        "" => {
+            check_revision(call)?;
+            let (objects, revision) = call.inner.objects.list(&filter).await?;
+            call.inner.pages.first(now, &scope, objects, revision, limit)
+        }
+        token => call.inner.pages.next(now, &scope, token, limit)?,
+    };
+    let mut metadata = json!({ "resourceVersion": page.revision.to_string() });
+    if let Some((token, left)) = page.next {
+        metadata["continue"] = token.into();
+        metadata["remainingItemCount"] = left.into();
+    }
+    Ok(list_response(presenter, &metadata, page.objects))
+}
+
+fn scope(call: &Call) -> String {
+    let get = |name| call.params.get(name);
+    format!("{} {} {}", call.parts.uri.path(), get("labelSelector"), get("fieldSelector"))
+}
+
+/// The store keeps one version: an exact older one is gone, a future one does not exist.
+fn check_revision(call: &Call) -> Result<(), ApiError> {
+    let (asked, current) = (revision(call)?.unwrap_or_default(), call.inner.objects.store().revision());
+    if asked > current {
+        let message = format!("Too large resource version: {asked}, current: {current}");
+        return Err(ApiError::new(504, "Timeout", message));
+    }
+    if call.params.get("resourceVersionMatch") == "Exact" && asked < current {
+        return Err(ApiError::expired(format!("The provided resource version is too old: {asked} ({current})")));
+    }
+    Ok(())
+}
+
+/// The revision in the query.
+pub(super) fn revision(call: &Call) -> Result<Option<u64>, ApiError> {
+    match call.params.get("resourceVersion") {
+        "" => Ok(None),
+        text => text.parse().map(Some).map_err(|_| {
+            ApiError::bad_request(format!("resourceVersion: Invalid value: \"{text}\": not a revision of this server"))
+        }),
+    }
+}
+
+/// A list, cut into segments so that a long one is never in memory twice as a whole.
+fn list_response(presenter: Presenter, metadata: &Value, objects: Vec<Arc<Object>>) -> Response {
+    let (head, tail) = presenter.list_frame(metadata);
+    let mut items = objects.into_iter().enumerate();
+    let mut head = Some(Bytes::from(head));
+    let mut open = true;
+    let mut segment = move || {
+        if !open {
+            return None;
+        }
+        let mut buffer = BytesMut::from(head.take().unwrap_or_default());
+        while buffer.len() < SEGMENT {
+            let Some((at, object)) = items.next() else {
+                buffer.extend_from_slice(tail.as_bytes());
+                open = false;
+                break;
+            };
+            if at > 0 {
+                buffer.extend_from_slice(b",");
+            }
+            buffer.extend_from_slice(&presenter.item(&object));
+        }
+        Some(buffer.freeze())
+    };
+    let first = segment().unwrap_or_default();
+    match segment() {
+        None => respond(200, "application/json", first),
+        Some(second) => {
+            let rest = std::iter::once(first).chain([second]).chain(std::iter::from_fn(segment));
+            let chunks = rest.map(Ok::<_, std::convert::Infallible>);
+            respond(200, "application/json", Body::from_stream(stream::iter(chunks)))
+        }
+    }
+}
+
+/// A body in `kind`'s form with its name and namespace agreeing with the path.
+fn accept_body(kind: &Kind, address: &Address, value: &mut Value) -> Result<(), ApiError> {
+    if !value.is_object() {
+        return Err(ApiError::bad_request("the body of the request must be an object"));
+    }
+    let (version, name) = (text(value, "/apiVersion"), text(value, "/kind"));
+    let wrong_version = !version.is_empty() && version != kind.api_version();
+    if wrong_version || (!name.is_empty() && name != kind.kind) {
+        let message = format!(
+            "{name} in version \"{version}\" cannot be handled as a {}: the path takes {} {}",
+            kind.kind,
+            kind.api_version(),
+            kind.kind
+        );
+        return Err(ApiError::bad_request(message));
+    }
+    kind.stamp(value);
+    check_place(kind, address, value)
+}
+
+fn check_place(kind: &Kind, address: &Address, value: &Value) -> Result<(), ApiError> {
+    let namespace = text(value, "/metadata/namespace");
+    if kind.namespaced && !namespace.is_empty() && namespace != address.namespace {
+        return Err(ApiError::bad_request(format!(
+            "the namespace of the provided object does not match the namespace sent on the request ({namespace} \
+             and {})",
+            address.namespace
+        )));
+    }
+    let name = text(value, "/metadata/name");
+    if !address.name.is_empty() && !name.is_empty() && name != address.name {
+        return Err(ApiError::bad_request(format!(
+            "the name of the object ({name}) does not match the name on the URL ({})",
+            address.name
+        )));
+    }
+    Ok(())
+}
+
+fn write_options(call: &Call) -> Result<WriteOptions, ApiError> {
+    Ok(WriteOptions { dry_run: call.params.dry_run()? })
+}
+
+/// Refuses on complaints, or turns them into warnings.
+fn judge(kind: &Kind, strictness: Strictness, complaints: Vec<String>) -> Result<Vec<String>, ApiError> {
+    match strictness {
+        Strictness::Ignore => Ok(Vec::new()),
+        Strictness::Warn => Ok(complaints),
+        Strictness::Strict if complaints.is_empty() => Ok(complaints),
+        Strictness::Strict => Err(ApiError::bad_request(format!(
+            "{} in version \"{}\" cannot be handled as a {}: strict decoding error: {}",
+            kind.kind,
+            kind.version,
+            kind.kind,
+            complaints.join(", ")
+        ))),
+    }
+}
+
+fn written(presenter: Presenter, written: &Written, warnings: &[String]) -> Response {
+    let code = if written.created { 201 } else { 200 };
+    let mut response = respond(code, "application/json", presenter.one(&written.object, true));
+    for warning in warnings {
+        let text = format!("299 - \"{}\"", warning.replace('\\', "\\\\").replace('"', "\\\""));
+        if let Ok(value) = HeaderValue::from_str(&text) {
+            response.headers_mut().append(http::header::WARNING, value);
+        }
+    }
+    response
+}
+
+pub(super) async fn create(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let (options, strictness) = (write_options(call)?, call.params.strictness()?);
+    let body = read_body(body).await?;
+    let (mut value, mut complaints) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    accept_body(kind, address, &mut value)?;
+    // Judged before anything is stored.
+    complaints.extend(fields::check_type(kind, &mut value)?);
+    let warnings = judge(kind, strictness, complaints)?;
+    let done = call.inner.objects.create(kind, &address.namespace, value, options).await?;
+    Ok(written(presenter, &done, &warnings))
+}
+
+/// PUT and PATCH, of the object or its status.
+pub(super) async fn change(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let (options, strictness) = (write_options(call)?, call.params.strictness()?);
+    let part = if address.subresource == "status" { Part::Status } else { Part::Main };
+    let content_type = content_type(&call.parts.headers);
+    let patching = call.parts.method == Method::PATCH;
+    let body = read_body(body).await?;
+    let objects = &call.inner.objects;
+    let (namespace, name) = (&address.namespace, &address.name);
+    // Strict: refused here. Else the update itself drops what is unknown and reports it.
+    let judged = |new: Value, before: &[String]| {
+        if strictness == Strictness::Strict {
+            let mut complaints = before.to_vec();
+            complaints.extend(fields::check_type(kind, &mut new.clone())?);
+            judge(kind, strictness, complaints)?;
+        }
+        Ok(new)
+    };
+    if patching {
+        let patch = Patch::parse(&content_type, &body)?;
+        let apply = |old| {
+            let mut new = patch.apply(kind, old)?;
+            accept_body(kind, address, &mut new)?;
+            judged(new, &[])
+        };
+        let done = objects.update(kind, namespace, name, part, options, apply).await?;
+        let warnings = judge(kind, strictness, done.complaints.clone())?;
+        return Ok(written(presenter, &done, &warnings));
+    }
+    let (mut value, mut complaints) = fields::parse(&content_type, &body)?;
+    accept_body(kind, address, &mut value)?;
+    if text(&value, "/metadata/name").is_empty() {
+        return Err(ApiError::bad_request("the name of the object must be set: metadata.name is empty"));
+    }
+    let value = judged(value, &complaints)?;
+    let missing = kind.create_on_update && objects.find(kind, namespace, name).is_none();
+    let done = if missing && text(&value, "/metadata/uid").is_empty() {
+        objects.create(kind, namespace, value, options).await?
+    } else {
+        objects.update(kind, namespace, name, part, options, |_| Ok(value.clone())).await?
+    };
+    complaints.extend(done.complaints.iter().cloned());
+    let warnings = judge(kind, strictness, complaints)?;
+    Ok(written(presenter, &done, &warnings))
+}
+
+async fn delete_body(call: &Call, body: Body) -> Result<Value, ApiError> {
+    let body = read_body(body).await?;
+    if body.is_empty() {
+        return Ok(json!({}));
+    }
+    fields::parse(&content_type(&call.parts.headers), &body).map(|(value, _)| value)
+}
+
+pub(super) async fn delete(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let body = delete_body(call, body).await?;
+    let options = delete_options(&call.params, &body)?;
+    let deleted = call.inner.objects.delete(kind, &address.namespace, &address.name, &options).await?;
+    if !deleted.removed || kind.returns_deleted {
+        return Ok(respond(200, "application/json", presenter.one(&deleted.object, true)));
+    }
+    let mut details = json!({ "name": address.name, "kind": kind.plural, "uid": &*deleted.object.uid });
+    if !kind.group.is_empty() {
+        details["group"] = kind.group.into();
+    }
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details,
+    });
+    Ok(respond_json(200, &status))
+}
+
+pub(super) async fn delete_collection(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let body = delete_body(call, body).await?;
+    let options = delete_options(&call.params, &body)?;
+    if kind.namespaced && address.namespace.is_empty() {
+        return Err(ApiError::method_not_allowed("deletecollection over all namespaces"));
+    }
+    let filter = filter(call, kind, address)?;
+    let (objects, revision) = call.inner.objects.list(&filter).await?;
+    let mut deleted = Vec::with_capacity(objects.len());
+    for object in objects {
+        match call.inner.objects.delete(kind, &object.key.namespace, &object.key.name, &options).await {
+            Ok(done) => deleted.push(done.object),
+            Err(error) if error.code == 404 => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(list_response(presenter, &json!({ "resourceVersion": revision.to_string() }), deleted))
+}
+
+/// `namespaces/NAME/finalize`: sets `spec.finalizers`.
+pub(super) async fn finalize(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let presenter = presenter(call, kind)?;
+    let options = write_options(call)?;
+    let body = read_body(body).await?;
+    let (value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    let finalizers = value.pointer("/spec/finalizers").cloned();
+    let set = |mut old: Value| {
+        json::put(json::object(&mut old, "spec"), "finalizers", finalizers.clone());
+        Ok(old)
+    };
+    let done = call.inner.objects.update(kind, "", &address.name, Part::Inner, options, set).await?;
+    Ok(written(presenter, &done, &[]))
+}
+
+/// `pods/NAME/binding`.
+pub(super) async fn bind(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let options = write_options(call)?;
+    let body = read_body(body).await?;
+    let (value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    let (target, node) = (text(&value, "/target/kind"), text(&value, "/target/name"));
+    if !matches!(target, "" | "Node") || node.is_empty() {
+        return Err(ApiError::bad_request("the target of a binding must be a Node with a name"));
+    }
+    let uid = text(&value, "/metadata/uid");
+    let now = rules::stamp(call.inner.objects.world().now());
+    let bind = |old: Value| {
+        rules::check_preconditions(kind, &old, uid, "")?;
+        bound(kind, old, node, &now)
+    };
+    let (namespace, name) = (&address.namespace, &address.name);
+    call.inner.objects.update(kind, namespace, name, Part::Inner, options, bind).await?;
+    let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
+    Ok(respond_json(201, &status))
+}
+
+/// `pod`, bound to `node`.
+pub(crate) fn bound(kind: &Kind, mut pod: Value, node: &str, now: &str) -> Result<Value, ApiError> {
+    let name = text(&pod, "/metadata/name");
+    let current = text(&pod, "/spec/nodeName");
+    if !current.is_empty() {
+        let why = format!("pod {name} is already assigned to node \"{current}\"");
+        return Err(ApiError::conflict(kind, name, &why));
+    }
+    if !text(&pod, "/metadata/deletionTimestamp").is_empty() {
+        let why = format!("pod {name} is being deleted, cannot be assigned to a host");
+        return Err(ApiError::conflict(kind, name, &why));
+    }
+    json::object(&mut pod, "spec").insert("nodeName".into(), node.into());
+    let condition = json!({ "type": "PodScheduled", "status": "True", "lastTransitionTime": now });
+    set_condition(&mut pod, condition);
+    Ok(pod)
+}
+
+/// Puts a condition in the place of the one with its type; true if something changed.
+pub(crate) fn set_condition(object: &mut Value, condition: Value) -> bool {
+    let status = json::map(object).entry("status").or_insert(Value::Null);
+    let conditions = json::array(status, "conditions");
+    match conditions.iter_mut().find(|old| old["type"] == condition["type"]) {
+        Some(old) if *old == condition => false,
+        Some(old) => {
+            *old = condition;
+            true
+        }
+        None => {
+            conditions.push(condition);
+            true
+        }
+    }
+}
+
+/// `pods/NAME/eviction`: a delete; there are no disruption budgets to ask.
+pub(super) async fn evict(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+    let body = delete_body(call, body).await?;
+    let mut options = delete_options(&call.params, &body["deleteOptions"])?;
+    options.dry_run |= call.params.dry_run()?;
+    call.inner.objects.delete(kind, &address.namespace, &address.name, &options).await?;
+    let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
+    Ok(respond_json(201, &status))
+}
