@@ -153,7 +153,12 @@ impl AsyncWrite for Port {
         let this = self.get_mut();
         loop {
             if this.hung_up {
-                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+                // What we know may be older than the host that is there now.
+                return match this.poll_event(cx) {
+                    Poll::Ready(Ok(())) => continue,
+                    Poll::Ready(error) => Poll::Ready(error.map(|()| 0)),
+                    Poll::Pending => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+                };
             }
             if !this.writable {
                 ready!(this.poll_event(cx))?;

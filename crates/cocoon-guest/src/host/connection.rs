@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// First pause before the preamble is repeated; doubles up to [`RETRY_MAX`].
-const RETRY_MIN: Duration = Duration::from_millis(250);
+const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
 /// A session's byte stream.
