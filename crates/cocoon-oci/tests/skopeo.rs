@@ -8,6 +8,7 @@ use cocoon_oci::{
     manifest::{Descriptor, Document, OCI_MANIFEST},
     media,
     registry::Registry as _,
+    snapshot::{Envelope, PushOptions, SourceFile, pull, push},
 };
 
 fn skopeo(arguments: &[&str]) -> Vec<u8> {
@@ -32,11 +33,15 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     encoded
 }
 
-/// Puts a two-layer image (one gzip, one zstd) into the layout; returns the uncompressed tars.
-async fn put_image(layout: &OciLayout, architecture: &str) -> Vec<Vec<u8>> {
+/// Puts a two-layer image (the first gzip, the second as said) into the layout; returns the uncompressed tars.
+async fn put_image(layout: &OciLayout, architecture: &str, second: &str) -> Vec<Vec<u8>> {
     let tars = vec![tar_of("etc/one", b"first"), tar_of("etc/two", &vec![7; 100_000])];
-    let stored = [gzip(&tars[0]), zstd::encode_all(tars[1].as_slice(), 3).unwrap()];
-    let types = ["tar+gzip", "tar+zstd"];
+    let packed = match second {
+        "tar+zstd" => zstd::encode_all(tars[1].as_slice(), 3).unwrap(),
+        _ => tars[1].clone(),
+    };
+    let stored = [gzip(&tars[0]), packed];
+    let types = ["tar+gzip", second];
     let config = serde_json::json!({
         "architecture": architecture, "os": "linux", "config": {},
         "rootfs": {"type": "layers", "diff_ids": tars.iter().map(|tar| digest::of(tar)).collect::<Vec<_>>()},
@@ -80,7 +85,7 @@ fn text(path: &Path) -> &str {
 async fn an_image_reads_the_same_from_the_layout_and_from_both_archives_of_skopeo() {
     let folder = tempfile::tempdir().unwrap();
     let layout = OciLayout::open(folder.path().join("layout")).unwrap();
-    let tars = put_image(&layout, "amd64").await;
+    let tars = put_image(&layout, "amd64", "tar").await;
     let source = image::from_registry(Arc::new(layout.clone()), "app", "v1").await.unwrap();
     assert_eq!(source.digest, layout.get_manifest("app", "v1").await.unwrap().unwrap().digest);
     assert_eq!(read_layers(source).await, tars);
@@ -104,7 +109,7 @@ async fn an_image_reads_the_same_from_the_layout_and_from_both_archives_of_skope
 async fn an_image_for_another_processor_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let layout = OciLayout::open(folder.path()).unwrap();
-    put_image(&layout, "arm64").await;
+    put_image(&layout, "arm64", "tar").await;
     let error = image::from_registry(Arc::new(layout), "app", "v1").await.unwrap_err();
     assert!(error.to_string().contains("app:v1") && error.to_string().contains("arm64"), "{error}");
 }
@@ -113,7 +118,7 @@ async fn an_image_for_another_processor_is_refused_by_name() {
 async fn a_changed_layer_is_found_out_at_its_end() {
     let folder = tempfile::tempdir().unwrap();
     let layout = OciLayout::open(folder.path()).unwrap();
-    put_image(&layout, "amd64").await;
+    put_image(&layout, "amd64", "tar+zstd").await;
     let mut source = image::from_registry(Arc::new(layout), "app", "v1").await.unwrap();
     source.layers[1].diff_id = digest::of(b"else");
     source.max_layer = 5_000;
@@ -126,4 +131,27 @@ async fn a_changed_layer_is_found_out_at_its_end() {
     .unwrap();
     assert!(first.contains("more than 5000 bytes"), "{first}");
     assert!(second.contains("unpacks to"), "{second}");
+}
+
+#[tokio::test]
+async fn skopeo_inspects_and_copies_a_hibernation_snapshot() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = OciLayout::open(folder.path().join("registry")).unwrap();
+    let memory = folder.path().join("memory-ranges");
+    std::fs::write(&memory, (0..9_000_000_u32).map(|at| (at >> 10) as u8).collect::<Vec<u8>>()).unwrap();
+    let files = [SourceFile { name: "memory-ranges".to_owned(), path: memory.clone(), mode: 0o600 }];
+    let envelope = Envelope { id: "s1".to_owned(), hypervisor: "qemu".to_owned(), ..Envelope::default() };
+    let vm = "vk-prod-demo-0-71ea62";
+    let pushed = push(&layout, vm, "hibernate", &envelope, &files, &PushOptions::default()).await.unwrap();
+
+    let name = format!("oci:{}:{vm}:hibernate", text(layout.path()));
+    let raw = skopeo(&["inspect", "--raw", &name]);
+    assert_eq!(digest::of(&raw), pushed.digest);
+    let copy = OciLayout::open(folder.path().join("copy")).unwrap();
+    skopeo(&["copy", &name, &format!("oci:{}:{vm}:hibernate", text(copy.path()))]);
+    let target = folder.path().join("target");
+    std::fs::create_dir(&target).unwrap();
+    let (facts, read) = pull(&copy, vm, "hibernate", &target).await.unwrap();
+    assert_eq!((facts.digest, read.id.as_str()), (pushed.digest, "s1"));
+    assert_eq!(std::fs::read(target.join("memory-ranges")).unwrap(), std::fs::read(&memory).unwrap());
 }

@@ -1,0 +1,362 @@
+//! Snapshots as folders: what goes in comes out, tags move only when they may, doubt does nothing.
+
+use std::{
+    fs::File,
+    io::{Seek as _, SeekFrom, Write as _},
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
+    path::Path,
+};
+
+use cocoon_oci::{
+    digest,
+    layout::OciLayout,
+    manifest::{Document, OCI_MANIFEST},
+    memory::Memory,
+    registry::{Registry, RegistryError},
+    snapshot::{
+        Envelope, PullError, PullOptions, PushError, PushOptions, SourceFile, TagGuard, consume, pull,
+        pull_with, push, read,
+    },
+};
+use proptest::prelude::*;
+
+const VM: &str = "vk-prod-demo-0-71ea62";
+
+fn envelope(id: &str) -> Envelope {
+    Envelope {
+        id: id.to_owned(),
+        hypervisor: "qemu".to_owned(),
+        memory: 1 << 30,
+        cpu: 2,
+        ..Envelope::default()
+    }
+}
+
+/// Writes (offset, length) runs of noise into a file of `logical` bytes.
+fn sparse_file(path: &Path, logical: u64, runs: &[(u64, usize)]) {
+    let mut file = File::create(path).unwrap();
+    file.set_len(logical).unwrap();
+    for (offset, length) in runs {
+        let noise = (0..*length).map(|at| ((at * 2_654_435_761) >> 9) as u8 | 1).collect::<Vec<u8>>();
+        file.seek(SeekFrom::Start(*offset)).unwrap();
+        file.write_all(&noise).unwrap();
+    }
+    file.sync_all().unwrap();
+}
+
+fn source(folder: &Path, name: &str) -> SourceFile {
+    SourceFile { name: name.to_owned(), path: folder.join(name), mode: 0o600 }
+}
+
+fn small() -> PushOptions {
+    PushOptions { chunk_size: 1 << 20, memory_budget: 16 << 20, ..PushOptions::default() }
+}
+
+async fn pushed(
+    registry: &dyn Registry,
+    tag: &str,
+    id: &str,
+    options: &PushOptions,
+) -> Result<String, PushError> {
+    let folder = tempfile::tempdir().unwrap();
+    sparse_file(&folder.path().join("memory-ranges"), 8 << 20, &[(0, 100_000), (4 << 20, 50_000)]);
+    let files = [source(folder.path(), "memory-ranges")];
+    push(registry, VM, tag, &envelope(id), &files, options).await.map(|pushed| pushed.digest)
+}
+
+#[tokio::test]
+async fn a_folder_comes_back_with_its_bytes_modes_and_holes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+    std::fs::create_dir(&from).unwrap();
+    std::fs::create_dir(&to).unwrap();
+    sparse_file(&from.join("memory-ranges"), 64 << 20, &[(1 << 20, 3 << 20), (40 << 20, 5000)]);
+    sparse_file(&from.join("cow.qcow2"), 200_000, &[(0, 200_000)]);
+    sparse_file(&from.join("hole.raw"), 5 << 20, &[]);
+    sparse_file(&from.join("empty"), 0, &[]);
+    let names = ["memory-ranges", "cow.qcow2", "hole.raw", "empty"];
+    let files: Vec<SourceFile> = names.iter().map(|name| source(&from, name)).collect();
+    let layout = OciLayout::open(folder.path().join("registry")).unwrap();
+    let given = Envelope { name: VM.to_owned(), ..envelope("s1") };
+    let first = push(&layout, VM, "hibernate", &given, &files, &small()).await.unwrap();
+    let (facts, back) = pull(&layout, VM, "hibernate", &to).await.unwrap();
+    assert_eq!((back, facts.snapshot_id.as_str(), facts.hypervisor.as_str()), (given.clone(), "s1", "qemu"));
+    for name in names {
+        let (a, b) = (from.join(name), to.join(name));
+        assert_eq!(std::fs::read(&a).unwrap(), std::fs::read(&b).unwrap(), "{name}");
+        let (a, b) = (a.metadata().unwrap(), b.metadata().unwrap());
+        assert_eq!(b.permissions().mode() & 0o777, 0o600);
+        assert!(b.blocks() <= a.blocks() + 16, "{name}: {} blocks became {}", a.blocks(), b.blocks());
+    }
+    let again = push(&layout, VM, "hibernate", &given, &files, &small()).await.unwrap();
+    assert_eq!(again.total, first.total);
+    assert!(again.sent < 4096, "a second push sends no file again, but sent {}", again.sent);
+}
+
+#[tokio::test]
+async fn a_big_file_in_one_piece_travels_without_being_held_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    sparse_file(&folder.path().join("mem"), 30 << 20, &[(0, 20 << 20), (29 << 20, 4096)]);
+    let registry = OciLayout::open(folder.path().join("registry")).unwrap();
+    for zstd_level in [0, 3] {
+        let to = tempfile::tempdir().unwrap();
+        let options = PushOptions { zstd_level, chunk_size: 0, ..PushOptions::default() };
+        let files = [source(folder.path(), "mem")];
+        push(&registry, VM, "latest", &envelope("s"), &files, &options).await.unwrap();
+        let document = registry.get_manifest(VM, "latest").await.unwrap().unwrap();
+        let document = Document::parse(&document.bytes).unwrap();
+        assert_eq!(document.layers.len(), 1);
+        assert!(document.artifact_type.contains(if zstd_level == 0 { "v1" } else { "v2" }));
+        pull(&registry, VM, "latest", to.path()).await.unwrap();
+        assert_eq!(
+            std::fs::read(folder.path().join("mem")).unwrap(),
+            std::fs::read(to.path().join("mem")).unwrap()
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_tag_is_overwritten_only_when_the_guard_allows_what_is_there() {
+    let registry = Memory::new();
+    let guarded = |allowed: &[&String]| PushOptions {
+        tag_guard: TagGuard::AbsentOr(allowed.iter().map(|digest| (*digest).clone()).collect()),
+        ..small()
+    };
+    let first = pushed(&registry, "hibernate", "one", &guarded(&[])).await.unwrap();
+    let refused = pushed(&registry, "hibernate", "two", &guarded(&[])).await.unwrap_err();
+    assert!(matches!(refused, PushError::TagMoved { found, .. } if found == first));
+    assert_eq!(read(&registry, VM, "hibernate").await.unwrap().unwrap().snapshot_id, "one");
+    let second = pushed(&registry, "hibernate", "two", &guarded(&[&first])).await.unwrap();
+    assert_ne!(first, second);
+    // The same content again replaces nothing.
+    let created = jiff::Timestamp::UNIX_EPOCH;
+    let fixed = PushOptions { created, ..guarded(&[&second]) };
+    let third = pushed(&registry, "hibernate", "three", &fixed).await.unwrap();
+    let repeat = PushOptions { created, tag_guard: TagGuard::AbsentOr(vec![third.clone()]), ..small() };
+    assert_eq!(pushed(&registry, "hibernate", "three", &repeat).await.unwrap(), third);
+}
+
+#[tokio::test]
+async fn doubt_about_the_tag_stops_a_push_and_is_no_absence() {
+    let registry = Memory::new();
+    registry.fail("hibernate");
+    let options = PushOptions { tag_guard: TagGuard::AbsentOr(Vec::new()), ..small() };
+    assert!(matches!(pushed(&registry, "hibernate", "s", &options).await, Err(PushError::Registry { .. })));
+    assert!(matches!(read(&registry, VM, "hibernate").await, Err(PullError::Registry { .. })));
+    assert_eq!(read(&registry, VM, "other").await.unwrap(), None);
+}
+
+/// A layout that answers every delete with "unsupported", as some registries do.
+#[derive(Debug)]
+struct NoDelete(OciLayout);
+
+#[async_trait::async_trait]
+impl Registry for NoDelete {
+    async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
+        self.0.has_blob(repository, digest).await
+    }
+    async fn put_blob(
+        &self,
+        repository: &str,
+        digest: &str,
+        size: u64,
+        body: cocoon_oci::registry::Body,
+    ) -> Result<(), RegistryError> {
+        self.0.put_blob(repository, digest, size, body).await
+    }
+    async fn get_blob(
+        &self,
+        repository: &str,
+        digest: &str,
+    ) -> Result<Option<cocoon_oci::registry::Body>, RegistryError> {
+        self.0.get_blob(repository, digest).await
+    }
+    async fn put_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+        media_type: &str,
+        bytes: bytes::Bytes,
+    ) -> Result<String, RegistryError> {
+        self.0.put_manifest(repository, reference, media_type, bytes).await
+    }
+    async fn get_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+    ) -> Result<Option<cocoon_oci::registry::Manifest>, RegistryError> {
+        self.0.get_manifest(repository, reference).await
+    }
+    async fn delete_manifest(&self, _repository: &str, reference: &str) -> Result<(), RegistryError> {
+        Err(RegistryError::DeleteRefused { reference: reference.to_owned() })
+    }
+}
+
+#[tokio::test]
+async fn a_consumed_tag_reads_as_absent_and_may_be_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    let registry = NoDelete(OciLayout::open(folder.path()).unwrap());
+    pushed(&registry, "hibernate", "one", &small()).await.unwrap();
+    consume(&registry, VM, "hibernate", "one").await.unwrap();
+    assert!(registry.get_manifest(VM, "hibernate").await.unwrap().is_some());
+    assert_eq!(read(&registry, VM, "hibernate").await.unwrap(), None);
+    let to = tempfile::tempdir().unwrap();
+    assert!(matches!(pull(&registry, VM, "hibernate", to.path()).await, Err(PullError::NotFound(_))));
+    let options = PushOptions { tag_guard: TagGuard::AbsentOr(Vec::new()), ..small() };
+    pushed(&registry, "hibernate", "two", &options).await.unwrap();
+}
+
+#[tokio::test]
+async fn reserved_annotations_bad_names_and_missing_files_are_refused_by_name() {
+    let registry = Memory::new();
+    for key in ["cocoonstack.snapshot.id", "org.opencontainers.image.created"] {
+        let annotations = [(key.to_owned(), "x".to_owned())].into();
+        let options = PushOptions { annotations, ..small() };
+        let error = pushed(&registry, "latest", "s", &options).await.unwrap_err();
+        assert!(matches!(error, PushError::ReservedAnnotation(found) if found == key));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("x"), "x").unwrap();
+    for name in ["", ".", "..", "a/b", "a\\b", "snapshot.json", "nul\0"] {
+        let files = [SourceFile { name: name.to_owned(), ..source(folder.path(), "x") }];
+        let error = push(&registry, VM, "latest", &envelope("s"), &files, &small()).await.unwrap_err();
+        assert!(matches!(error, PushError::Invalid(_)), "{name:?}: {error}");
+    }
+    let files = [source(folder.path(), "gone")];
+    let error = push(&registry, VM, "latest", &envelope("s"), &files, &small()).await.unwrap_err();
+    assert!(error.to_string().contains("gone"), "{error}");
+    assert_eq!(read(&registry, VM, "latest").await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn a_damaged_blob_fails_the_pull_and_leaves_an_empty_folder() {
+    let registry = Memory::new();
+    let folder = tempfile::tempdir().unwrap();
+    sparse_file(&folder.path().join("memory-ranges"), 8 << 20, &[(0, 5 << 20)]);
+    std::fs::write(folder.path().join("cocoon.json"), "{}").unwrap();
+    let files = [source(folder.path(), "cocoon.json"), source(folder.path(), "memory-ranges")];
+    push(&registry, VM, "latest", &envelope("s"), &files, &small()).await.unwrap();
+    let manifest = registry.get_manifest(VM, "latest").await.unwrap().unwrap();
+    let last = Document::parse(&manifest.bytes).unwrap().layers.pop().unwrap().digest;
+    let mut blob = registry.blob(VM, &last).unwrap().to_vec();
+    blob[100] ^= 1;
+    registry.insert_raw(VM, &last, blob);
+    for concurrency in [1, 4] {
+        let to = tempfile::tempdir().unwrap();
+        let options = PullOptions { concurrency, memory_budget: 0 };
+        let error = pull_with(&registry, VM, "latest", to.path(), &options).await.unwrap_err();
+        assert!(matches!(&error, PullError::Invalid { message, .. } if message.contains(&last)), "{error}");
+        assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 0);
+    }
+    let full = tempfile::tempdir().unwrap();
+    std::fs::write(full.path().join("x"), "x").unwrap();
+    let error = pull(&registry, VM, "latest", full.path()).await.unwrap_err();
+    assert!(matches!(error, PullError::File { .. }), "{error}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn any_sparse_file_comes_back_under_any_knobs(
+        runs in prop::collection::vec((0_u64..40, 1_usize..400_000), 0..6),
+        zstd_level in prop::sample::select(vec![0, 1, 3]),
+        chunk in prop::sample::select(vec![0_u64, 1 << 18, 1 << 20]),
+        prefetch in 1_usize..4,
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let runs: Vec<_> = runs.into_iter().map(|(block, length)| (block * 100_000, length)).collect();
+        sparse_file(&folder.path().join("mem"), 5_000_001, &runs);
+        let options = PushOptions { zstd_level, chunk_size: chunk, ..PushOptions::default() };
+        let to = tempfile::tempdir().unwrap();
+        runtime.block_on(async {
+            let registry = Memory::new();
+            let files = [source(folder.path(), "mem")];
+            push(&registry, VM, "latest", &envelope("s"), &files, &options).await.unwrap();
+            let options = PullOptions { concurrency: prefetch, memory_budget: 0 };
+            pull_with(&registry, VM, "latest", to.path(), &options).await.unwrap();
+        });
+        let [a, b] = [folder.path(), to.path()].map(|folder| std::fs::read(folder.join("mem")).unwrap());
+        prop_assert!(a == b);
+    }
+
+    #[test]
+    fn a_hostile_manifest_or_config_never_panics_and_writes_nothing(
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        in_config in any::<bool>(),
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let to = tempfile::tempdir().unwrap();
+        let failed = runtime.block_on(async {
+            let registry = Memory::new();
+            pushed(&registry, "latest", "s", &small()).await.unwrap();
+            let manifest = registry.get_manifest(VM, "latest").await.unwrap().unwrap().bytes;
+            let document = Document::parse(&manifest).unwrap();
+            let config = registry.blob(VM, &document.config.digest).unwrap();
+            let damage = |bytes: &[u8]| {
+                let mut bytes = bytes.to_vec();
+                for (at, byte) in &flips {
+                    let at = at.index(bytes.len());
+                    bytes[at] = *byte;
+                }
+                bytes
+            };
+            let mut manifest = manifest.to_vec();
+            if in_config {
+                let config = damage(&config);
+                let text = String::from_utf8(manifest).unwrap();
+                manifest = text.replace(&document.config.digest, &digest::of(&config)).into_bytes();
+                registry.insert(VM, config);
+            } else {
+                manifest = damage(&manifest);
+            }
+            registry.insert_manifest(VM, "latest", OCI_MANIFEST, manifest);
+            pull(&registry, VM, "latest", to.path()).await.is_err()
+        });
+        let left = std::fs::read_dir(to.path()).unwrap().count();
+        prop_assert!(!failed || left == 0);
+    }
+}
+
+/// Not a test: prints how fast guest memory goes in and out. `cargo test -p cocoon-oci --release --test
+/// snapshot -- --ignored speed --nocapture`
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "a measurement"]
+async fn speed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("memory-ranges");
+    let programs = ["/usr/bin/qemu-system-x86_64", "/usr/bin/skopeo", "/usr/bin/perl"];
+    let program: Vec<u8> = programs.iter().filter_map(|path| std::fs::read(path).ok()).flatten().collect();
+    let mut file = File::create(&path).unwrap();
+    file.set_len(512 << 20).unwrap();
+    // A guest's memory: programs, half of them twice, and pages of zeros.
+    let mut total = 0;
+    for round in 0..4 {
+        file.seek(SeekFrom::Start(round * (96 << 20) + round * 4096)).unwrap();
+        let part = &program[..program.len().min(64 << 20)];
+        file.write_all(part).unwrap();
+        file.write_all(&vec![0; 8 << 20]).unwrap();
+        total += part.len() + (8 << 20);
+    }
+    drop(file);
+    for (level, chunk) in [(1, 4 << 20), (3, 4 << 20), (0, 4 << 20)] {
+        let registry = OciLayout::open(folder.path().join(format!("registry-{level}"))).unwrap();
+        let options = PushOptions { zstd_level: level, chunk_size: chunk, ..PushOptions::default() };
+        let start = std::time::Instant::now();
+        let files = [source(folder.path(), "memory-ranges")];
+        let pushed = push(&registry, VM, "hibernate", &envelope("s"), &files, &options).await.unwrap();
+        let push_time = start.elapsed();
+        let to = tempfile::tempdir().unwrap();
+        let start = std::time::Instant::now();
+        pull(&registry, VM, "hibernate", to.path()).await.unwrap();
+        let rate = |time: std::time::Duration| total as f64 / time.as_secs_f64() / 1e6;
+        println!(
+            "level {level}: {} MB in, {} MB stored; push {:.0} MB/s, pull {:.0} MB/s",
+            total / 1_000_000,
+            pushed.total / 1_000_000,
+            rate(push_time),
+            rate(start.elapsed())
+        );
+    }
+}
