@@ -8,7 +8,9 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use cocoon_kit::{backoff::Backoff, world::World};
-use cocoon_meta::{HibernateState, LifecycleState, LifecycleStatus, VmSpec, is_pod_ready, vm_live, woken_from};
+use cocoon_meta::{
+    HibernateState, LifecycleState, LifecycleStatus, VmSpec, is_pod_ready, vm_live, woken_from,
+};
 use cocoon_oci::{
     registry::{Registry, RegistryError},
     snapshot::{self, HIBERNATE_TAG, PullError},
@@ -58,12 +60,21 @@ pub fn may_drop(pod: &Pod) -> Option<Consumed> {
 }
 
 /// Watches all pods and drops consumed tags until `shutdown`.
-pub async fn run(client: Client, registry: Arc<dyn Registry>, world: Arc<dyn World>, shutdown: CancellationToken) {
+pub async fn run(
+    client: Client,
+    registry: Arc<dyn Registry>,
+    world: Arc<dyn World>,
+    shutdown: CancellationToken,
+) {
     let mut dropper = Dropper { registry, world, done: BTreeMap::new(), owed: BTreeMap::new() };
     let stream = watcher(Api::<Pod>::all(client), watcher::Config::default()).default_backoff();
     let mut stream = std::pin::pin!(stream);
     loop {
-        let retry = tokio::time::sleep(if dropper.owed.is_empty() { Duration::from_secs(60) } else { dropper.delay() });
+        let retry = tokio::time::sleep(if dropper.owed.is_empty() {
+            Duration::from_secs(60)
+        } else {
+            dropper.delay()
+        });
         tokio::select! {
             biased;
             () = shutdown.cancelled() => return,
@@ -93,7 +104,12 @@ impl Dropper {
                 let uid = pod.uid().unwrap_or_default();
                 match may_drop(&pod) {
                     Some(consumed) if self.done.get(&uid) != Some(&consumed.woken_from) => {
-                        self.attempt(uid, consumed, Backoff::new(Duration::from_secs(1), Duration::from_secs(300))).await;
+                        self.attempt(
+                            uid,
+                            consumed,
+                            Backoff::new(Duration::from_secs(1), Duration::from_secs(300)),
+                        )
+                        .await;
                     }
                     Some(_) => {}
                     None => drop(self.owed.remove(&uid)),
@@ -110,7 +126,11 @@ impl Dropper {
 
     fn delay(&mut self) -> Duration {
         let world = Arc::clone(&self.world);
-        self.owed.values_mut().map(|(_, backoff)| backoff.clone().next(&*world)).min().unwrap_or(Duration::from_secs(60))
+        self.owed
+            .values_mut()
+            .map(|(_, backoff)| backoff.clone().next(&*world))
+            .min()
+            .unwrap_or(Duration::from_secs(60))
     }
 
     async fn retry(&mut self) {
@@ -124,7 +144,11 @@ impl Dropper {
         match drop_tag(&*self.registry, &consumed).await {
             Ok(dropped) => {
                 if dropped {
-                    tracing::info!(vm = consumed.vm_name, snapshot = consumed.woken_from, "consumed hibernate tag dropped");
+                    tracing::info!(
+                        vm = consumed.vm_name,
+                        snapshot = consumed.woken_from,
+                        "consumed hibernate tag dropped"
+                    );
                 }
                 self.owed.remove(&uid);
                 self.done.insert(uid, consumed.woken_from);
@@ -156,13 +180,10 @@ pub async fn drop_tag(registry: &dyn Registry, consumed: &Consumed) -> Result<bo
     if facts.is_none_or(|facts| facts.snapshot_id != consumed.woken_from) {
         return Ok(false);
     }
-    let deleted = match registry.delete_manifest(name, HIBERNATE_TAG).await {
-        Err(RegistryError::DeleteRefused { .. }) => {
-            snapshot::mark_consumed(registry, name, HIBERNATE_TAG, &consumed.woken_from).await
-        }
-        other => other,
-    };
-    deleted.map(|()| true).map_err(|error| DropError::Delete(name.clone(), error))
+    snapshot::consume(registry, name, HIBERNATE_TAG, &consumed.woken_from)
+        .await
+        .map(|()| true)
+        .map_err(|error| DropError::Delete(name.clone(), error))
 }
 
 #[cfg(test)]
@@ -197,13 +218,20 @@ mod tests {
 
     #[test]
     fn a_tag_stays_while_anything_about_the_pod_is_unsettled() {
-        let unsettled: [(&str, fn(&mut serde_json::Value)); 7] = [
-            ("unmanaged", |pod| pod["metadata"]["annotations"]["cocoonset.cocoonstack.io/managed"] = "no".into()),
+        type Change = fn(&mut serde_json::Value);
+        let unsettled: [(&str, Change); 7] = [
+            ("unmanaged", |pod| {
+                pod["metadata"]["annotations"]["cocoonset.cocoonstack.io/managed"] = "no".into()
+            }),
             ("no vm", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/id"] = "".into()),
             ("never woken", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/woken-from"] = "".into()),
             ("not ready", |pod| pod["status"]["conditions"][0]["status"] = "False".into()),
-            ("lifecycle", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/lifecycle-state"] = "creating".into()),
-            ("asked to sleep", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/hibernate"] = "true".into()),
+            ("lifecycle", |pod| {
+                pod["metadata"]["annotations"]["vm.cocoonstack.io/lifecycle-state"] = "creating".into()
+            }),
+            ("asked to sleep", |pod| {
+                pod["metadata"]["annotations"]["vm.cocoonstack.io/hibernate"] = "true".into()
+            }),
             ("going away", |pod| pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into()),
         ];
         for (what, change) in unsettled {

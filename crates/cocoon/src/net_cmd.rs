@@ -1,10 +1,9 @@
 //! `cocoon net`: the network daemon, and taking the network down by hand.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::Context as _;
 use clap::{Args, Subcommand};
-use cocoon_net::{bridge, config::NetworkConfig, daemon};
+use cocoon_net::{config::NetworkConfig, daemon};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -18,25 +17,24 @@ pub struct NetArgs {
 #[derive(Debug, Subcommand)]
 enum NetCommand {
     /// Serve DHCP on the bridge that `network.json` of the state folder describes; makes the bridge.
-    #[command(after_help = "Example:\n  cocoon net daemon --state-dir /var/lib/cocoon/net\n\nExit codes: 0 ended by a signal, 1 failed.")]
+    #[command(
+        after_help = "Example:\n  cocoon net daemon --state-dir /var/lib/cocoon/net\n\nExit codes: 0 ended by a signal, 1 failed."
+    )]
     Daemon {
         /// Folder with `network.json`, `leases.json`, lock and log.
         #[arg(long, default_value = "/var/lib/cocoon/net")]
         state_dir: PathBuf,
     },
     /// Remove bridge, rules and leases, and restore the sysctls that were changed.
+    #[command(after_help = "Example:\n  cocoon net teardown\n\nExit codes: 0 nothing is left, 1 failed.")]
     Teardown {
+        /// Also while VMs are attached: they lose their network.
+        #[arg(long)]
+        force: bool,
         /// Folder with `network.json`.
         #[arg(long, default_value = "/var/lib/cocoon/net")]
         state_dir: PathBuf,
     },
-}
-
-/// The network that `network.json` in `folder` describes.
-pub fn read_network(folder: &Path) -> anyhow::Result<NetworkConfig> {
-    let file = folder.join("network.json");
-    let text = std::fs::read(&file).with_context(|| format!("reading {}; `cocoon up` writes it", file.display()))?;
-    serde_json::from_slice(&text).with_context(|| format!("{} is not a network description", file.display()))
 }
 
 /// Runs a `cocoon net` command.
@@ -45,7 +43,7 @@ pub async fn run(args: &NetArgs) -> anyhow::Result<()> {
         NetCommand::Daemon { state_dir } => {
             // A session of its own: the terminal that started us may go away.
             let _ = rustix::process::setsid();
-            let network = read_network(state_dir)?;
+            let network = NetworkConfig::load(state_dir)?;
             let token = CancellationToken::new();
             let ended = token.clone();
             let mut terminate = signal(SignalKind::terminate())?;
@@ -57,8 +55,10 @@ pub async fn run(args: &NetArgs) -> anyhow::Result<()> {
                 }
                 ended.cancel();
             });
-            Ok(daemon::run(network, token).await?)
+            Ok(daemon::run(network.into(), token).await?)
         }
-        NetCommand::Teardown { state_dir } => Ok(bridge::teardown(&read_network(state_dir)?).await?),
+        NetCommand::Teardown { state_dir, force } => {
+            Ok(daemon::teardown(&NetworkConfig::load(state_dir)?, *force).await?)
+        }
     }
 }

@@ -23,7 +23,13 @@ fn refused(name: &str, vm: &str, annotations: serde_json::Value, reason: &str, s
 
 #[test]
 fn an_unknown_image_is_named_with_the_command_that_imports_it() {
-    refused(A.0, A.1, json!({"cocoonset.cocoonstack.io/image": "nobody/has:this"}), "ImageNotFound", "nobody/has:this");
+    refused(
+        A.0,
+        A.1,
+        json!({"cocoonset.cocoonstack.io/image": "nobody/has:this"}),
+        "ImageNotFound",
+        "nobody/has:this",
+    );
 }
 
 #[test]
@@ -33,7 +39,10 @@ fn a_vm_name_that_is_not_the_pods_own_is_refused() {
 
 #[test]
 fn a_vm_name_over_46_characters_is_refused() {
-    let (name, vm) = ("a-pod-with-a-rather-long-name-indeed-0", "vk-default-a-pod-with-a-rather-long-name-indeed-0-000000");
+    let (name, vm) = (
+        "a-pod-with-a-rather-long-name-indeed-0",
+        "vk-default-a-pod-with-a-rather-long-name-indeed-0-000000",
+    );
     refused(name, vm, json!({}), "VMNameTooLong", "46");
 }
 
@@ -45,11 +54,15 @@ fn malformed_annotations_are_refused_before_anything_is_made() {
 #[test]
 fn an_unmanaged_pod_cannot_be_hibernated() {
     let lab = lab();
-    let mut unmanaged = pod(A.0, A.1, json!({
-        "cocoonset.cocoonstack.io/managed": null,
-        "vm.cocoonstack.io/id": "external-1",
-        "vm.cocoonstack.io/ip": "127.0.0.1",
-    }));
+    let mut unmanaged = pod(
+        A.0,
+        A.1,
+        json!({
+            "cocoonset.cocoonstack.io/managed": null,
+            "vm.cocoonstack.io/id": "external-1",
+            "vm.cocoonstack.io/ip": "127.0.0.1",
+        }),
+    );
     unmanaged["metadata"]["annotations"]["vm.cocoonstack.io/hibernate"] = "true".into();
     create(&lab, &unmanaged);
     lab.wait("event HibernateUnsupported", Duration::from_secs(20), || {
@@ -66,8 +79,13 @@ fn a_failing_pod_costs_at_most_ten_writes_a_minute() {
     wait_failed(&lab, A.0);
     let version = || {
         let text = lab.kubectl(&["get", "pods,events", "-o", "json"]).expect("objects");
-        serde_json::from_str::<serde_json::Value>(&text).expect("JSON")["items"].as_array().expect("a list").iter()
-            .map(|item| item["metadata"]["resourceVersion"].as_str().unwrap_or("0").parse::<u64>().unwrap_or(0))
+        serde_json::from_str::<serde_json::Value>(&text).expect("JSON")["items"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .map(|item| {
+                item["metadata"]["resourceVersion"].as_str().unwrap_or("0").parse::<u64>().unwrap_or(0)
+            })
             .max()
             .unwrap_or(0)
     };
@@ -114,7 +132,8 @@ fn without_a_certificate_every_route_of_every_port_is_refused() {
         "https://127.0.0.1:10250/exec/default/a/agent",
         "https://127.0.0.1:10250/nowhere",
     ] {
-        let arguments = ["--insecure", "--silent", "--output", "/dev/null", "--write-out", "%{http_code}", url];
+        let arguments =
+            ["--insecure", "--silent", "--output", "/dev/null", "--write-out", "%{http_code}", url];
         let output = lab.command("curl".as_ref()).args(arguments).output().expect("curl");
         let code = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(code == "401" || code == "403", "{url}: {code}");
@@ -127,7 +146,14 @@ fn from_inside_a_guest_every_host_port_but_dhcp_is_closed() {
     story::import_images(&lab).unwrap();
     create(&lab, &pod(A.0, A.1, json!({})));
     common::wait_pod(&lab, A.0, "ready", story::is_ready);
-    let gateway = lab.kubectl(&["exec", A.0, "--", "sh", "-c", "ip route | sed -n 's/default via \\([0-9.]*\\).*/\\1/p'"]);
+    let gateway = lab.kubectl(&[
+        "exec",
+        A.0,
+        "--",
+        "sh",
+        "-c",
+        "ip route | sed -n 's/default via \\([0-9.]*\\).*/\\1/p'",
+    ]);
     let gateway = gateway.unwrap().trim().to_owned();
     assert!(!gateway.is_empty());
     for port in ["22", "6443", "10250", "53", "80"] {
@@ -135,7 +161,9 @@ fn from_inside_a_guest_every_host_port_but_dhcp_is_closed() {
         let said = lab.kubectl(&["exec", A.0, "--", "sh", "-c", &script]).unwrap();
         assert!(!said.contains("code 0"), "port {port} of the host is open to the guest: {said}");
     }
-    let pinged = lab.kubectl(&["exec", A.0, "--", "sh", "-c", &format!("ping -c1 -W2 {gateway}; echo code $?")]).unwrap();
+    let pinged = lab
+        .kubectl(&["exec", A.0, "--", "sh", "-c", &format!("ping -c1 -W2 {gateway}; echo code $?")])
+        .unwrap();
     assert!(!pinged.contains("code 0"), "the host answers a guest's ping: {pinged}");
     lab.kubectl(&["delete", "pod", A.0, "--timeout=20s"]).expect("delete ends");
 }

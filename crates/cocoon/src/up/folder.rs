@@ -27,7 +27,9 @@ pub enum FolderError {
         source: io::Error,
     },
     /// Another release wrote it.
-    #[error("data folder {folder} has version {found}, this program reads version {VERSION}; use the matching release or another --data-dir")]
+    #[error(
+        "data folder {folder} has version {found}, this program reads version {VERSION}; use the matching release or another --data-dir"
+    )]
     Version {
         /// Which.
         folder: String,
@@ -64,7 +66,10 @@ impl DataFolder {
             let holder = if holder.is_empty() { "unknown".to_owned() } else { holder };
             return Err(FolderError::InUse { folder: folder(), holder });
         };
-        lock.file().set_len(0).and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes())).map_err(on_io)?;
+        lock.file()
+            .set_len(0)
+            .and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes()))
+            .map_err(on_io)?;
         check_version(path)?;
         for part in ["engine", "run", "log", "net", "registry"] {
             files::private_folder(&path.join(part)).map_err(on_io)?;

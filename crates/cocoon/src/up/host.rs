@@ -30,10 +30,17 @@ pub fn check(qemu: &Path, bundle: &Path) -> anyhow::Result<()> {
     if !missing.is_empty() {
         let programs: Vec<_> = missing.iter().map(|(program, _)| program.as_str()).collect();
         let packages: Vec<_> = missing.iter().map(|(_, package)| *package).collect();
-        bail!("missing on this host: {}; install with: apt-get install {}", programs.join(", "), packages.join(" "));
+        bail!(
+            "missing on this host: {}; install with: apt-get install {}",
+            programs.join(", "),
+            packages.join(" ")
+        );
     }
     if !bundle.join("bundle.json").exists() {
-        bail!("no boot bundle in {}; build it with `cargo xtask bundle` and name its folder with --boot-bundle", bundle.display());
+        bail!(
+            "no boot bundle in {}; build it with `cargo xtask bundle` and name its folder with --boot-bundle",
+            bundle.display()
+        );
     }
     Ok(())
 }
@@ -43,7 +50,9 @@ fn on_path(program: &Path) -> bool {
         return program.exists();
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]).any(|folder| folder.join(program).exists())
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/sbin".into()])
+        .any(|folder| folder.join(program).exists())
 }
 
 /// The host's name in the form of a node name: lower case, no dots at the ends.

@@ -39,7 +39,9 @@ use folder::DataFolder;
 
 /// What `cocoon up` takes.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  cocoon up --data-dir /var/lib/cocoon &\n  export KUBECONFIG=/var/lib/cocoon/kubeconfig\n  kubectl get nodes\n\nExit codes: 0 ended by a signal, 1 a part failed.")]
+#[command(
+    after_help = "Example:\n  cocoon up --data-dir /var/lib/cocoon &\n  export KUBECONFIG=/var/lib/cocoon/kubeconfig\n  kubectl get nodes\n\nExit codes: 0 ended by a signal, 1 a part failed."
+)]
 pub struct UpArgs {
     /// Where everything is kept.
     #[arg(long, default_value = "/var/lib/cocoon")]
@@ -128,9 +130,9 @@ pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
 }
 
 async fn bind(address: SocketAddr, flag: &str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address)
-        .await
-        .with_context(|| format!("port {address} cannot be had; end what uses it, or choose another with {flag}"))
+    TcpListener::bind(address).await.with_context(|| {
+        format!("port {address} cannot be had; end what uses it, or choose another with {flag}")
+    })
 }
 
 fn engine_config(args: &UpArgs, folder: &DataFolder, network: &NetworkConfig) -> EngineConfig {
@@ -149,7 +151,11 @@ fn engine_config(args: &UpArgs, folder: &DataFolder, network: &NetworkConfig) ->
     }
 }
 
-async fn open_plane(folder: &DataFolder, credentials: &Credentials, world: &Arc<dyn World>) -> anyhow::Result<Plane> {
+async fn open_plane(
+    folder: &DataFolder,
+    credentials: &Credentials,
+    world: &Arc<dyn World>,
+) -> anyhow::Result<Plane> {
     let config = PlaneConfig {
         journal: Some(folder.join("plane.db")),
         tokens: Vec::new(),
@@ -214,15 +220,12 @@ fn node_config(
 ) -> anyhow::Result<NodeConfig> {
     let address = kubelet.local_addr()?;
     Ok(NodeConfig {
-        name: name.to_owned(),
         pool: args.pool.clone(),
         snapshot_class: args.snapshot_class.clone(),
-        address: address.ip(),
+        address: Some(address.ip()),
         kubelet_port: address.port(),
-        kubelet_tls: Arc::clone(&credentials.kubelet),
         kubelet_users: vec![KUBELET_CLIENT.to_owned()],
-        data_dir: folder.join("engine"),
-        ..NodeConfig::default()
+        ..NodeConfig::new(name)
     })
 }
 
@@ -232,7 +235,8 @@ async fn wait_for_node(client: &kube::Client, name: &str, tasks: &Tasks) -> anyh
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let node = nodes.get_opt(name).await?;
-        let conditions = node.and_then(|node| node.status).and_then(|status| status.conditions).unwrap_or_default();
+        let conditions =
+            node.and_then(|node| node.status).and_then(|status| status.conditions).unwrap_or_default();
         if conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True") {
             return Ok(());
         }

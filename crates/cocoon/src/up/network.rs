@@ -11,15 +11,22 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use cocoon_kit::files;
-use cocoon_net::{bridge, config::NetworkConfig, daemon};
+use cocoon_net::{
+    config::NetworkConfig,
+    control::{self, Request},
+    daemon,
+};
 use ipnet::Ipv4Net;
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::{Instant, sleep};
 
-/// File that engine, agent and daemon of one host agree by.
-pub const NETWORK_FILE: &str = "network.json";
-
 /// The network of a data folder: the first host of `subnet` is the bridge.
-pub fn config(bridge: &str, subnet: Ipv4Net, dns: &[Ipv4Addr], state_dir: &Path) -> anyhow::Result<NetworkConfig> {
+pub fn config(
+    bridge: &str,
+    subnet: Ipv4Net,
+    dns: &[Ipv4Addr],
+    state_dir: &Path,
+) -> anyhow::Result<NetworkConfig> {
     let gateway = subnet.hosts().next().with_context(|| format!("--subnet {subnet} has no room for VMs"))?;
     Ok(NetworkConfig {
         bridge: bridge.to_owned(),
@@ -36,9 +43,10 @@ pub fn config(bridge: &str, subnet: Ipv4Net, dns: &[Ipv4Addr], state_dir: &Path)
 
 /// Makes sure that the daemon of this network runs; starts it from our own binary if it does not.
 pub async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
+    network.check()?;
     let text = serde_json::to_vec_pretty(network).context("network.json")?;
-    let file = network.state_dir.join(NETWORK_FILE);
-    if daemon::ping(&network.control_socket).await.is_ok() {
+    let file = network.network_file();
+    if ping(network).await.is_ok() {
         let running = std::fs::read(&file).unwrap_or_default();
         if running != text {
             bail!(
@@ -52,7 +60,7 @@ pub async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
     files::replace(&file, &text, 0o600).with_context(|| format!("writing {}", file.display()))?;
     let mut child = spawn(network)?;
     let deadline = Instant::now() + Duration::from_secs(10);
-    while daemon::ping(&network.control_socket).await.is_err() {
+    while ping(network).await.is_err() {
         if let Some(status) = child.try_wait()? {
             bail!("the network daemon ended ({status}): {}", log_tail(network));
         }
@@ -84,8 +92,27 @@ fn log_tail(network: &NetworkConfig) -> String {
     text.lines().rev().take(3).collect::<Vec<_>>().join(" / ")
 }
 
+/// The daemon's process id, if one answers.
+async fn ping(network: &NetworkConfig) -> anyhow::Result<i32> {
+    let answer = control::ask(&network.control_socket, &Request::Ping { ping: true }).await?;
+    let pid = answer.pid.context("the network daemon does not say who it is")?;
+    Ok(i32::try_from(pid)?)
+}
+
 /// Ends the daemon, waits for it, takes bridge, rules and sysctls back.
 pub async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
-    daemon::stop(&network.control_socket).await.context("ending the network daemon")?;
-    bridge::teardown(network).await.context("taking the network down")
+    if let Ok(pid) = ping(network).await {
+        let process = Pid::from_raw(pid).context("the network daemon has no process id")?;
+        kill_process(process, Signal::TERM).context("ending the network daemon")?;
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while ping(network).await.is_ok() {
+            if Instant::now() > deadline {
+                bail!(
+                    "the network daemon (pid {pid}) does not end; end it by hand and run `cocoon net teardown`"
+                );
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+    daemon::teardown(network, false).await.context("taking the network down")
 }

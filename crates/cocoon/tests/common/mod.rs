@@ -48,7 +48,8 @@ pub fn pod(name: &str, vm: &str, annotations: Value) -> Value {
 
 /// Creates an object.
 pub fn create(lab: &Lab, object: &Value) {
-    let said = lab.kubectl_with(&["create", "-f", "-"], object.to_string().as_bytes()).expect("kubectl starts");
+    let said =
+        lab.kubectl_with(&["create", "-f", "-"], object.to_string().as_bytes()).expect("kubectl starts");
     assert_eq!(said.code, 0, "{}", said.stderr);
 }
 
@@ -71,7 +72,8 @@ pub fn has_event(lab: &Lab, pod: &str, reason: &str) -> bool {
     let events = lab.kubectl(&["get", "events", "-o", "json"]).expect("events");
     let events: Value = serde_json::from_str(&events).expect("JSON");
     events["items"].as_array().expect("a list").iter().any(|event| {
-        let about = if event["involvedObject"].is_null() { &event["regarding"] } else { &event["involvedObject"] };
+        let about =
+            if event["involvedObject"].is_null() { &event["regarding"] } else { &event["involvedObject"] };
         about["name"] == pod && event["reason"] == reason
     })
 }
