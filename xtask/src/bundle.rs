@@ -91,7 +91,9 @@ fn kernel_package() -> Result<String> {
 fn candidate(package: &str) -> Result<String> {
     let text = output(Command::new("apt-cache").args(["policy", package]))?;
     let version = text.lines().find_map(|line| line.trim().strip_prefix("Candidate: "));
-    version.map(|v| format!("{package}={v}")).with_context(|| format!("apt has no {package}; run `apt-get update` first"))
+    version
+        .map(|v| format!("{package}={v}"))
+        .with_context(|| format!("apt has no {package}; run `apt-get update` first"))
 }
 
 fn fetch(package: &str, work: &Path, tree: &Path) -> Result<()> {
@@ -140,7 +142,8 @@ impl Order {
         if self.builtin.contains(name) || !self.seen.insert(name.to_owned()) {
             return Ok(());
         }
-        let path = self.files.get(name).with_context(|| format!("the kernel package has no module {name}"))?;
+        let path =
+            self.files.get(name).with_context(|| format!("the kernel package has no module {name}"))?;
         let content = unpacked(path)?;
         for dependency in dependencies(&content) {
             self.add(&dependency)?;
@@ -329,7 +332,10 @@ pub(crate) fn filter(command: &mut Command, input: &[u8]) -> Result<Vec<u8>> {
 }
 
 fn missing(command: &Command) -> String {
-    format!("cannot run {0}; install the package that brings it (`apt-get install {0}`)", command.get_program().display())
+    format!(
+        "cannot run {0}; install the package that brings it (`apt-get install {0}`)",
+        command.get_program().display()
+    )
 }
 
 /// Removes a folder; its absence is as good.

@@ -15,11 +15,11 @@ mod boot;
 mod cmdline;
 mod dhcp;
 mod identity;
+pub mod link;
 mod machine;
 mod network;
 mod port;
 mod power;
-pub mod link;
 mod reap;
 pub mod session;
 

@@ -124,7 +124,10 @@ impl Channel {
             let frame = Frame { kind: Kind::Identity, identity: identity.clone(), ..Frame::default() };
             match ask(stream, &frame).await {
                 Err(GuestError::Refused(why)) if !why.starts_with(IDENTITY_PREFIX) => {
-                    tracing::warn!(why, "the guest agent knows no identity frame; running the steps one by one");
+                    tracing::warn!(
+                        why,
+                        "the guest agent knows no identity frame; running the steps one by one"
+                    );
                     fallback::identity(self, &identity).await
                 }
                 other => other,

@@ -245,7 +245,8 @@ pub fn decode(line: &[u8]) -> Result<Frame, FrameError> {
     if line.len() > MAX_FRAME {
         return Err(FrameError::TooLong);
     }
-    let raw: Raw = serde_json::from_slice::<Option<Raw>>(line).map_err(FrameError::Malformed)?.unwrap_or_default();
+    let raw: Raw =
+        serde_json::from_slice::<Option<Raw>>(line).map_err(FrameError::Malformed)?.unwrap_or_default();
     let data = STANDARD.decode(&raw.data).map_err(FrameError::Data)?;
     Ok(Frame { data, ..raw.frame })
 }

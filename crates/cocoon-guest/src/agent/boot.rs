@@ -118,7 +118,13 @@ fn mount_root(parameters: &Parameters) -> Result<(), String> {
         .map_err(|error| format!("overlay of {} layers: {error}", parameters.layers.len()))
 }
 
-fn mount_disk(name: &str, target: &str, kind: &str, flags: MountFlags, limit: Duration) -> Result<(), String> {
+fn mount_disk(
+    name: &str,
+    target: &str,
+    kind: &str,
+    flags: MountFlags,
+    limit: Duration,
+) -> Result<(), String> {
     let device = wait_for_disk(name, limit)?;
     make_dir(target)?;
     mount(&device, target, kind, flags, None)
@@ -155,7 +161,8 @@ fn furnish(parameters: &Parameters) -> Result<(), String> {
     }
     drop(fs::set_permissions(format!("{root}/tmp"), fs::Permissions::from_mode(0o1777)));
     for dir in ["proc", "sys", "dev"] {
-        mount_move(format!("/{dir}"), format!("{root}/{dir}")).map_err(|error| format!("move /{dir}: {error}"))?;
+        mount_move(format!("/{dir}"), format!("{root}/{dir}"))
+            .map_err(|error| format!("move /{dir}: {error}"))?;
     }
     tmpfs(&format!("{root}/run"), c"mode=755")?;
     install_home(&root)?;
@@ -182,9 +189,12 @@ fn device_mounts() {
     if fs::create_dir_all("/dev/shm").is_ok() {
         let _ = mount("tmpfs", "/dev/shm", "tmpfs", MountFlags::NOSUID | MountFlags::NODEV, c"mode=1777");
     }
-    for (name, target) in
-        [("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")]
-    {
+    for (name, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+    ] {
         drop(symlink(target, format!("/dev/{name}")));
     }
 }

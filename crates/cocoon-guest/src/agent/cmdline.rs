@@ -44,7 +44,9 @@ pub(crate) fn parse(line: &str) -> Parameters {
     };
     for (key, value) in line.split_ascii_whitespace().filter_map(|word| word.split_once('=')) {
         match key {
-            "cocoon.layers" => parameters.layers = value.split(',').filter(|s| !s.is_empty()).map(Into::into).collect(),
+            "cocoon.layers" => {
+                parameters.layers = value.split(',').filter(|s| !s.is_empty()).map(Into::into).collect()
+            }
             "cocoon.cow" => parameters.cow = value.into(),
             "cocoon.hostname" => parameters.hostname = value.into(),
             "cocoon.timeout" => {
@@ -104,7 +106,9 @@ mod tests {
 
     #[test]
     fn what_is_missing_has_a_default_and_what_is_malformed_is_left_out() {
-        let got = parse("ip=dhcp ip=10.0.0.1::x:255.0.255.0:n:eth0:off ip=1.2.3.4 cocoon.timeout=soon cocoon.layers=");
+        let got = parse(
+            "ip=dhcp ip=10.0.0.1::x:255.0.255.0:n:eth0:off ip=1.2.3.4 cocoon.timeout=soon cocoon.layers=",
+        );
         let want = parse("");
         assert_eq!(got, want);
         assert_eq!(want.cow, "cocoon-cow");

@@ -24,8 +24,12 @@ use crate::sys;
 /// Pause before a client that ended is started again.
 const AGAIN: Duration = Duration::from_secs(1);
 /// Places where an image that runs its own network management keeps it.
-const OWN_MANAGEMENT: [&str; 4] =
-    ["/etc/systemd/network", "/run/systemd/network", "/etc/netplan", "/etc/NetworkManager/system-connections"];
+const OWN_MANAGEMENT: [&str; 4] = [
+    "/etc/systemd/network",
+    "/run/systemd/network",
+    "/etc/netplan",
+    "/etc/NetworkManager/system-connections",
+];
 
 enum Order {
     Stop(oneshot::Sender<()>),

@@ -137,7 +137,10 @@ mod tests {
     fn the_hosts_file_keeps_everything_but_the_own_name() {
         for (old, want) in [
             ("", "127.0.0.1\tlocalhost\n127.0.1.1\tn\n"),
-            ("127.0.0.1 localhost\n127.0.1.1 old\n10.0.0.1 db\n", "127.0.0.1 localhost\n127.0.1.1\tn\n10.0.0.1 db\n"),
+            (
+                "127.0.0.1 localhost\n127.0.1.1 old\n10.0.0.1 db\n",
+                "127.0.0.1 localhost\n127.0.1.1\tn\n10.0.0.1 db\n",
+            ),
             ("::1 localhost", "::1 localhost\n127.0.1.1\tn\n"),
         ] {
             assert_eq!(hosts(old, "n"), want);

@@ -52,7 +52,15 @@ pub struct Link<T> {
 impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
     /// Serves `io`.
     pub fn new(io: T) -> Self {
-        Self { io, buffer: Vec::new(), at: 0, matcher: Matcher::default(), epoch: None, fresh: false, next: None }
+        Self {
+            io,
+            buffer: Vec::new(),
+            at: 0,
+            matcher: Matcher::default(),
+            epoch: None,
+            fresh: false,
+            next: None,
+        }
     }
 
     /// Drops everything up to the next preamble of a host, and echoes that. False when the port ended.

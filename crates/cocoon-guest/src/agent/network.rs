@@ -2,9 +2,7 @@
 
 use std::{io, os::fd::OwnedFd, time::Duration};
 
-use rustix::net::{
-    AddressFamily, RecvFlags, SocketFlags, SocketType, bind, netlink, recv, socket_with,
-};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, bind, netlink, recv, socket_with};
 use tokio::{io::unix::AsyncFd, time::timeout};
 
 use crate::sys;
@@ -22,15 +20,18 @@ pub(crate) type Mac = [u8; 6];
 /// The guest's virtio NICs, by name.
 pub(crate) fn interfaces() -> Vec<String> {
     let entries = std::fs::read_dir("/sys/class/net").into_iter().flatten().flatten();
-    let mut names: Vec<String> =
-        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with("eth")).collect();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.starts_with("eth"))
+        .collect();
     names.sort();
     names
 }
 
 /// Whether the link is up. An interface that is down itself has none.
 pub(crate) fn has_carrier(interface: &str) -> bool {
-    std::fs::read_to_string(format!("/sys/class/net/{interface}/carrier")).is_ok_and(|text| text.trim() == "1")
+    std::fs::read_to_string(format!("/sys/class/net/{interface}/carrier"))
+        .is_ok_and(|text| text.trim() == "1")
 }
 
 /// The present MAC address.
@@ -43,7 +44,8 @@ pub(crate) fn parse_mac(text: &str) -> Option<Mac> {
     let mut mac = [0; 6];
     let mut parts = text.split(':');
     for byte in &mut mac {
-        let part = parts.next().filter(|part| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit()))?;
+        let part =
+            parts.next().filter(|part| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit()))?;
         *byte = u8::from_str_radix(part, 16).ok()?;
     }
     parts.next().is_none().then_some(mac)

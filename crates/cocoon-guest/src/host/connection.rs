@@ -93,7 +93,11 @@ pub(crate) struct Behind<T> {
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Behind<T> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if self.rest.is_empty() {
             return Pin::new(&mut self.io).poll_read(cx, buf);
         }
