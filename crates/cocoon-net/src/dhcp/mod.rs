@@ -126,6 +126,23 @@ impl Server {
         outcome
     }
 
+    /// Answers one packet whose effects `commit` makes real; it gets the leases as they are to be kept, and
+    /// says whether it could. What to send, and the effects that were tried.
+    pub fn exchange(
+        &mut self,
+        packet: &[u8],
+        now: Timestamp,
+        commit: impl FnOnce(&[Effect], &[Lease]) -> bool,
+    ) -> (Option<Reply>, Vec<Effect>) {
+        let before = self.checkpoint();
+        let outcome = self.handle(packet, now);
+        if outcome.effects.is_empty() || commit(&outcome.effects, &self.leases()) {
+            return (outcome.reply, outcome.effects);
+        }
+        self.restore(before, u64::from(outcome.reply.is_some()));
+        (outcome.refusal, outcome.effects)
+    }
+
     fn answer(&mut self, request: &Request, now: Timestamp) -> Outcome {
         match request.kind {
             Kind::Discover => self.discover(request, now),
