@@ -14,6 +14,7 @@ mod media;
 mod meta;
 mod net;
 mod quantities;
+mod registry;
 mod report;
 mod snapshots;
 
