@@ -1,5 +1,12 @@
 //! The layout folder: names, damage, crashes, full disks, collection beside pushes.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::unwrap_in_result,
+    clippy::panic,
+    reason = "a test that cannot go on must stop"
+)]
+
 use std::{path::Path, sync::Arc, time::Duration};
 
 use bytes::Bytes;

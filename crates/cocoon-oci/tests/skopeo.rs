@@ -1,5 +1,12 @@
 //! What skopeo, a stranger's tool, makes of our layout, and what we make of its archives.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::unwrap_in_result,
+    clippy::panic,
+    reason = "a test that cannot go on must stop"
+)]
+
 use std::{io::Read as _, path::Path, process::Command, sync::Arc};
 
 use cocoon_oci::{

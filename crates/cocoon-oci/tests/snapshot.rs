@@ -1,5 +1,12 @@
 //! Snapshots as folders: what goes in comes out, tags move only when they may, doubt does nothing.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::unwrap_in_result,
+    clippy::panic,
+    reason = "a test that cannot go on must stop"
+)]
+
 use std::{
     fs::File,
     io::{Seek as _, SeekFrom, Write as _},

@@ -322,7 +322,8 @@ impl<'a> Push<'a> {
             self.sent.fetch_add(stored.size, Ordering::Relaxed);
             Ok(())
         };
-        cell.get_or_try_init(put).await.map(|()| ()).map_err(|error| self.registry_error(error))
+        cell.get_or_try_init(put).await.map_err(|error| self.registry_error(error))?;
+        Ok(())
     }
 
     /// Config, guard, manifest, and a look whether it is readable.
