@@ -13,6 +13,7 @@ mod intended;
 mod media;
 mod meta;
 mod net;
+mod older;
 mod quantities;
 mod registry;
 mod report;
@@ -87,5 +88,50 @@ fn compare(file: &VectorFile, vector: &Vector, ours: Value, intended: &Intended)
             difference.reason,
             report::difference(&wanted, &ours)
         ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn outcome(ours: Value) -> Outcome {
+        let listed = json!([
+            { "file": "f", "ids": ["x"], "reason": "so", "set": { "/a": 2 } },
+            { "file": "f", "whenever": "none", "original": "null", "reason": "so" },
+        ]);
+        let intended: Intended = serde_json::from_value(listed).unwrap();
+        let vector: Vector = serde_json::from_value(json!({ "id": "x", "out": { "a": 1, "b": 1 } })).unwrap();
+        let file =
+            VectorFile { name: "f".into(), level: Level::Contract, vectors: vec![], folder: PathBuf::new() };
+        compare(&file, &vector, ours, &intended)
+    }
+
+    #[test]
+    fn a_listed_vector_must_differ_in_just_that_way() {
+        assert_eq!(outcome(json!({ "a": 2, "b": 1 })), Outcome::Intended);
+        for other in [json!({ "a": 1, "b": 1 }), json!({ "a": 2, "b": 2 }), json!({ "a": 3, "b": 1 })] {
+            assert!(matches!(outcome(other), Outcome::Failed(_)));
+        }
+    }
+
+    #[test]
+    fn a_rule_for_a_file_explains_its_own_difference_alone() {
+        let rules = json!([{ "file": "f", "whenever": "none", "original": "null", "reason": "so" }]);
+        let intended: Intended = serde_json::from_value(rules).unwrap();
+        let file =
+            VectorFile { name: "f".into(), level: Level::Contract, vectors: vec![], folder: PathBuf::new() };
+        let explained = |original: Value, ours: Value| intended.explains(&file, &original, &ours);
+        assert!(explained(json!([{ "a": "null", "b": 1 }]), json!([{ "a": "none", "b": 1 }])));
+        assert!(!explained(json!([{ "a": "null", "b": 1 }]), json!([{ "a": "none", "b": 2 }])));
+        assert!(!explained(json!([{ "a": "other", "b": 1 }]), json!([{ "a": "none", "b": 1 }])));
+    }
+
+    #[test]
+    fn a_folder_without_vectors_is_an_error_that_says_so() {
+        let error = check_folder(Path::new("/nonexistent"), true).unwrap_err();
+        assert!(error.to_string().contains("/nonexistent"), "{error}");
     }
 }

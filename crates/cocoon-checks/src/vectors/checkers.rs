@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::folder::{Vector, VectorFile};
-use super::{cloudimg, guest, media, meta, net, quantities, snapshots};
+use super::{cloudimg, guest, media, meta, net, older, quantities, snapshots};
 
 /// What our code says to one vector.
 pub(crate) enum Answer {
@@ -23,7 +23,8 @@ pub(crate) fn answer(file: &VectorFile, vector: &Vector) -> Result<Answer> {
         "annotations" => meta::annotations(vector).map(Answer::Is),
         "policy" => meta::policy(vector).map(Answer::Is),
         "vm_names_documented" => meta::names(vector).map(Answer::Is),
-        "vm_names" => meta::older_names(vector),
+        "vm_names" => older::names(vector),
+        "vk_provider" => older::agent(vector),
         "quantities" => quantities::answer(vector).map(Answer::Is),
         "references" => media::references(vector),
         "media_types" => media::types(vector),

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
 use serde_json::{Map, Value, json};
 
-use super::checkers::{Answer, unknown_function};
+use super::checkers::unknown_function;
 use super::folder::Vector;
 
 // ---- annotations -------------------------------------------------------------------------------
@@ -349,31 +349,4 @@ pub(crate) fn names(vector: &Vector) -> Result<Value> {
         }
         _ => unknown_function(vector),
     }
-}
-
-/// The older naming is no rule of ours; what does not depend on it is.
-pub(crate) fn older_names(vector: &Vector) -> Result<Answer> {
-    let answer = match vector.function.as_str() {
-        "pod_key" => contract::pod_key(vector.text("ns"), vector.text("pod")).into(),
-        "infer_role_from_agent_slot" => {
-            let slot = vector.input["slot"].as_u64().map(u32::try_from).transpose()?;
-            Role::from_agent_slot(slot).as_str().into()
-        }
-        "owner" => {
-            let owners: Vec<Value> = vector.parse("owners")?;
-            let owners = owners.into_iter().map(|owner| OwnerReference {
-                kind: owner["kind"].as_str().unwrap_or_default().to_owned(),
-                name: owner["name"].as_str().unwrap_or_default().to_owned(),
-                ..OwnerReference::default()
-            });
-            let metadata = ObjectMeta { owner_references: Some(owners.collect()), ..ObjectMeta::default() };
-            let name = contract::cocoon_set_owner_name(&metadata);
-            json!({
-                "name": name.unwrap_or_default(),
-                "owned": contract::is_owned_by_cocoon_set(&metadata),
-            })
-        }
-        _ => return Ok(Answer::NotApplicable),
-    };
-    Ok(Answer::Is(answer))
 }
