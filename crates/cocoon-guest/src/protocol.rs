@@ -343,6 +343,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
             }
             self.buffer.reserve(16 << 10);
             if self.inner.read_buf(&mut self.buffer).await? == 0 {
+                self.searched = 0;
                 return match std::mem::take(&mut self.buffer) {
                     rest if rest.is_empty() => Ok(None),
                     rest => decode(&rest).map(Some),
@@ -379,8 +380,157 @@ impl<W: AsyncWrite + Unpin> FrameWriter<W> {
         Ok(self.inner.flush().await?)
     }
 
+    /// The stream itself.
+    pub fn into_inner(self) -> W {
+        self.inner
+    }
+
     /// Ends the writing side, so that the peer sees the end of the stream.
     pub async fn close(&mut self) -> Result<(), FrameError> {
         Ok(self.inner.shutdown().await?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection, prelude::*};
+
+    use super::*;
+
+    fn text(frame: &Frame) -> String {
+        String::from_utf8(encode(frame).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn frames_are_written_as_the_original_writes_them() {
+        let env = BTreeMap::from([("B".into(), "2".into()), ("A".into(), "1".into())]);
+        let identity =
+            Identity { macs: vec!["52:54:00:00:00:01".into()], renew_dhcp: true, ..Identity::default() };
+        for (frame, want) in [
+            (Frame::exit(0), "{\"type\":\"exit\"}\n"),
+            (Frame::exit(-1), "{\"type\":\"exit\",\"exit_code\":-1}\n"),
+            (
+                Frame::error("a<b>&\u{2028}"),
+                "{\"type\":\"error\",\"message\":\"a\\u003cb\\u003e\\u0026\\u2028\"}\n",
+            ),
+            (Frame::data(Kind::Stdin, vec![0, 1, 255]), "{\"type\":\"stdin\",\"data\":\"AAH/\"}\n"),
+            (
+                Frame { kind: Kind::Exec, argv: vec!["x".into()], env, ..Frame::default() },
+                "{\"type\":\"exec\",\"argv\":[\"x\"],\"env\":{\"A\":\"1\",\"B\":\"2\"}}\n",
+            ),
+            (
+                Frame { kind: Kind::Identity, identity, ..Frame::default() },
+                "{\"type\":\"identity\",\"macs\":[\"52:54:00:00:00:01\"],\"unix_time_ns\":0,\"renew_dhcp\":true}\n",
+            ),
+        ] {
+            assert_eq!(text(&frame), want);
+        }
+    }
+
+    #[test]
+    fn keys_are_read_without_regard_to_case_and_null_is_nothing() {
+        let got =
+            decode(br#"{"TYPE":"exec","Argv":["a"],"env":null,"pid":null,"rows":[1,{"x":2}]}"#).unwrap();
+        assert_eq!(got, Frame { kind: Kind::Exec, argv: vec!["a".into()], ..Frame::default() });
+        assert_eq!(decode(b"null").unwrap(), Frame::default());
+    }
+
+    #[test]
+    fn what_is_no_frame_is_refused() {
+        for line in [
+            "",
+            "x",
+            "[]",
+            "5",
+            r#"{"type":5}"#,
+            r#"{"type":"exit","exit_code":"1"}"#,
+            r#"{"type":"stdin","data":"*"}"#,
+        ] {
+            assert!(decode(line.as_bytes()).is_err(), "{line:?}");
+        }
+    }
+
+    #[test]
+    fn a_frame_of_more_than_8_mib_is_refused_in_both_directions() {
+        let huge = Frame::data(Kind::Stdin, vec![0; MAX_FRAME]);
+        assert!(matches!(encode(&huge), Err(FrameError::TooLong)));
+        let line = vec![b' '; MAX_FRAME + 1];
+        assert!(matches!(decode(&line), Err(FrameError::TooLong)));
+    }
+
+    #[tokio::test]
+    async fn an_endless_line_is_refused_before_it_fills_the_memory() {
+        let mut frames = FrameReader::new(tokio::io::repeat(b' '));
+        assert!(matches!(frames.next().await, Err(FrameError::TooLong)));
+        assert!(frames.buffer.len() < MAX_FRAME + (1 << 20));
+    }
+
+    #[tokio::test]
+    async fn a_last_line_without_newline_counts_and_then_the_stream_is_over() {
+        let mut frames = FrameReader::new(&b"{\"type\":\"exit\"}\n{\"type\":\"stdin\"}"[..]);
+        for want in [Some(Kind::Exit), Some(Kind::Stdin), None, None] {
+            assert_eq!(frames.next().await.unwrap().map(|frame| frame.kind), want);
+        }
+    }
+
+    fn frame() -> impl Strategy<Value = Frame> {
+        let kind = "exec|reseed|identity|stdin|stdin_close|started|stdout|stderr|exit|error||other";
+        let argv = collection::vec("\\PC{0,8}", 0..4);
+        let env = collection::btree_map("\\PC{0,6}", "\\PC{0,6}", 0..3);
+        let data = collection::vec(any::<u8>(), 0..64);
+        (kind, argv, env, data, any::<i64>(), any::<i64>(), any::<String>(), any::<bool>(), "[a-f]{0,4}")
+            .prop_map(|(kind, argv, env, data, pid, exit_code, message, regen_machine_id, hostname)| {
+                let kind = Kind::from(kind.as_str());
+                let hostname = if kind == Kind::Identity { hostname } else { String::new() };
+                let identity = Identity { hostname, ..Identity::default() };
+                Frame { kind, argv, env, data, pid, exit_code, message, regen_machine_id, identity }
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_written_reads_back(frame in frame()) {
+            let line = encode(&frame).unwrap();
+            prop_assert_eq!(line.iter().filter(|&&b| b == b'\n').count(), 1);
+            prop_assert_eq!(decode(&line).unwrap(), frame);
+        }
+
+        #[test]
+        fn no_bytes_upset_the_reader(bytes in collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode(&bytes);
+        }
+
+        #[test]
+        fn pieces_of_any_size_give_the_same_frames(
+            frames in collection::vec(frame(), 0..5),
+            sizes in collection::vec(1_usize..50, 1..20),
+        ) {
+            let bytes: Vec<u8> = frames.iter().flat_map(|frame| encode(frame).unwrap()).collect();
+            let mut builder = tokio_test_io(&bytes, &sizes);
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let got = runtime.block_on(async {
+                let mut reader = FrameReader::new(&mut builder);
+                let mut got = Vec::new();
+                while let Some(frame) = reader.next().await.unwrap() {
+                    got.push(frame);
+                }
+                got
+            });
+            prop_assert_eq!(got, frames);
+        }
+    }
+
+    /// A reader that gives `bytes` in pieces of the sizes, over and over.
+    fn tokio_test_io(bytes: &[u8], sizes: &[usize]) -> impl AsyncRead + Unpin {
+        let mut pieces: Vec<std::io::Result<Vec<u8>>> = Vec::new();
+        let (mut rest, mut sizes) = (bytes, sizes.iter().cycle());
+        while !rest.is_empty() {
+            let n = sizes.next().map_or(1, |&n| n.min(rest.len()));
+            pieces.push(Ok(rest[..n].to_vec()));
+            rest = &rest[n..];
+        }
+        tokio_util::io::StreamReader::new(futures::stream::iter(
+            pieces.into_iter().map(|piece| piece.map(bytes::Bytes::from)),
+        ))
     }
 }
