@@ -5,7 +5,7 @@
 //! through the status subresource, everything else only outside of it.
 
 use jiff::Timestamp;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{
     error::{ApiError, Causes},
@@ -266,10 +266,43 @@ fn add_propagation(value: &mut Value, propagation: Propagation) -> bool {
     true
 }
 
+/// `pod`, bound to `node`.
+pub(crate) fn bound(kind: &Kind, mut pod: Value, node: &str, now: &str) -> Result<Value, ApiError> {
+    let name = text(&pod, "/metadata/name");
+    let current = text(&pod, "/spec/nodeName");
+    if !current.is_empty() {
+        let why = format!("pod {name} is already assigned to node \"{current}\"");
+        return Err(ApiError::conflict(kind, name, &why));
+    }
+    if !text(&pod, "/metadata/deletionTimestamp").is_empty() {
+        let why = format!("pod {name} is being deleted, cannot be assigned to a host");
+        return Err(ApiError::conflict(kind, name, &why));
+    }
+    json::object(&mut pod, "spec").insert("nodeName".into(), node.into());
+    let condition = json!({ "type": "PodScheduled", "status": "True", "lastTransitionTime": now });
+    set_condition(&mut pod, condition);
+    Ok(pod)
+}
+
+/// Puts a condition in the place of the one with its type; true if something changed.
+pub(crate) fn set_condition(object: &mut Value, condition: Value) -> bool {
+    let status = json::map(object).entry("status").or_insert(Value::Null);
+    let conditions = json::array(status, "conditions");
+    match conditions.iter_mut().find(|old| old["type"] == condition["type"]) {
+        Some(old) if *old == condition => false,
+        Some(old) => {
+            *old = condition;
+            true
+        }
+        None => {
+            conditions.push(condition);
+            true
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
     use crate::resources::by_table;
 

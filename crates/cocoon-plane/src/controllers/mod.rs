@@ -4,16 +4,23 @@
 //! function and writes through [`crate::objects::Objects`]; each waits for events or a tick, never in a
 //! busy loop. Times come from the plane's world.
 
+mod collector;
+mod namespaces;
+mod nodes;
+mod scheduler;
+
 use std::sync::Arc;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     error::ApiError,
+    json::text,
     objects::WriteOptions,
     plane::Inner,
     resources::{Kind, by_table},
+    rules,
 };
 
 /// Namespaces that always exist.
@@ -38,6 +45,40 @@ fn row(table: &str) -> Result<&'static Kind, ApiError> {
 
 /// Runs all controllers until `shutdown`.
 pub(crate) async fn run(inner: Arc<Inner>, shutdown: CancellationToken) {
-    let _ = inner;
-    shutdown.cancelled().await;
+    tokio::join!(
+        scheduler::run(Arc::clone(&inner), shutdown.clone()),
+        collector::run(Arc::clone(&inner), shutdown.clone()),
+        namespaces::run(Arc::clone(&inner), shutdown.clone()),
+        nodes::run(inner, shutdown),
+    );
+}
+
+/// Writes an event about `object`. An event that cannot be written is logged: nothing depends on it.
+async fn emit(inner: &Inner, object: &Value, kind: &str, reason: &str, message: &str, source: &str) {
+    let world = inner.objects.world();
+    let mut random = [0; 8];
+    world.random(&mut random);
+    let now = rules::stamp(world.now());
+    let name = text(object, "/metadata/name");
+    let mut about = json!({
+        "apiVersion": object["apiVersion"], "kind": object["kind"], "name": name,
+        "uid": object["metadata"]["uid"], "resourceVersion": object["metadata"]["resourceVersion"],
+    });
+    let namespace = match text(object, "/metadata/namespace") {
+        "" => "default",
+        namespace => {
+            about["namespace"] = namespace.into();
+            namespace
+        }
+    };
+    let event = json!({
+        "apiVersion": "v1", "kind": "Event",
+        "metadata": { "name": format!("{name}.{}", hex::encode(random)) },
+        "involvedObject": about, "type": kind, "reason": reason, "message": message, "count": 1,
+        "firstTimestamp": now, "lastTimestamp": now, "source": { "component": source },
+    });
+    let Some(row) = by_table("events") else { return };
+    if let Err(error) = inner.objects.create(row, namespace, event, WriteOptions::default()).await {
+        tracing::debug!(%error, reason, "an event was not written");
+    }
 }

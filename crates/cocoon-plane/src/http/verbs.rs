@@ -345,47 +345,12 @@ pub(super) async fn bind(call: &Call, body: Body, kind: &'static Kind, address: 
     let now = rules::stamp(call.inner.objects.world().now());
     let bind = |old: Value| {
         rules::check_preconditions(kind, &old, uid, "")?;
-        bound(kind, old, node, &now)
+        rules::bound(kind, old, node, &now)
     };
     let (namespace, name) = (&address.namespace, &address.name);
     call.inner.objects.update(kind, namespace, name, Part::Inner, options, bind).await?;
     let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
     Ok(respond_json(201, &status))
-}
-
-/// `pod`, bound to `node`.
-pub(crate) fn bound(kind: &Kind, mut pod: Value, node: &str, now: &str) -> Result<Value, ApiError> {
-    let name = text(&pod, "/metadata/name");
-    let current = text(&pod, "/spec/nodeName");
-    if !current.is_empty() {
-        let why = format!("pod {name} is already assigned to node \"{current}\"");
-        return Err(ApiError::conflict(kind, name, &why));
-    }
-    if !text(&pod, "/metadata/deletionTimestamp").is_empty() {
-        let why = format!("pod {name} is being deleted, cannot be assigned to a host");
-        return Err(ApiError::conflict(kind, name, &why));
-    }
-    json::object(&mut pod, "spec").insert("nodeName".into(), node.into());
-    let condition = json!({ "type": "PodScheduled", "status": "True", "lastTransitionTime": now });
-    set_condition(&mut pod, condition);
-    Ok(pod)
-}
-
-/// Puts a condition in the place of the one with its type; true if something changed.
-pub(crate) fn set_condition(object: &mut Value, condition: Value) -> bool {
-    let status = json::map(object).entry("status").or_insert(Value::Null);
-    let conditions = json::array(status, "conditions");
-    match conditions.iter_mut().find(|old| old["type"] == condition["type"]) {
-        Some(old) if *old == condition => false,
-        Some(old) => {
-            *old = condition;
-            true
-        }
-        None => {
-            conditions.push(condition);
-            true
-        }
-    }
 }
 
 /// `pods/NAME/eviction`: a delete; there are no disruption budgets to ask.

@@ -1,0 +1,144 @@
+//! Fills new namespaces with what clients expect in them, and empties and removes those that are deleted.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+
+use super::row;
+use crate::{
+    error::ApiError,
+    json,
+    objects::WriteOptions,
+    plane::Inner,
+    resources::KINDS,
+    rules::{DeleteOptions, Part},
+    store::{Change, Filter, Notice, Object},
+};
+
+/// How often a namespace that is not empty yet is looked at without an event.
+const RETRY: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Runs until `shutdown`.
+pub(super) async fn run(inner: Arc<Inner>, shutdown: CancellationToken) {
+    let _ = shutdown
+        .run_until_cancelled(async {
+            loop {
+                work(&inner).await;
+            }
+        })
+        .await;
+}
+
+async fn work(inner: &Inner) {
+    let filter = Filter { table: Some("namespaces"), ..Filter::default() };
+    let mut everything = inner.objects.store().subscribe(&Filter::default());
+    let mut notices = Vec::new();
+    let mut look = true;
+    loop {
+        let mut leaving = false;
+        if look {
+            let (namespaces, _) = inner.objects.store().list(&filter);
+            for namespace in namespaces {
+                leaving |= namespace.deleting;
+                if let Err(error) = tend(inner, &namespace).await {
+                    tracing::warn!(%error, namespace = &*namespace.key.name, "tending a namespace failed");
+                    leaving = true;
+                }
+            }
+        }
+        let receive = everything.queue.recv_many(&mut notices, 256);
+        // Without one that leaves, only events matter.
+        let count = if leaving {
+            tokio::time::timeout(RETRY, receive).await.unwrap_or(usize::MAX)
+        } else {
+            receive.await
+        };
+        if count == 0 {
+            return;
+        }
+        look = count == usize::MAX || notices.drain(..).any(|notice| matters(inner, &notice));
+        notices.clear();
+    }
+}
+
+/// A namespace changed, or something left a namespace that is being emptied.
+fn matters(inner: &Inner, notice: &Notice) -> bool {
+    let Notice::Change(change, object) = notice else { return false };
+    match object.key.table {
+        "namespaces" => true,
+        _ if *change == Change::Deleted => {
+            let store = inner.objects.store();
+            let space = store.get("namespaces", "", &object.key.namespace);
+            let furniture = matches!(object.key.table, "configmaps" | "serviceaccounts");
+            space.is_some_and(|space| space.deleting || furniture)
+        }
+        _ => false,
+    }
+}
+
+async fn tend(inner: &Inner, namespace: &Object) -> Result<(), ApiError> {
+    if namespace.deleting { empty(inner, namespace).await } else { furnish(inner, &namespace.key.name).await }
+}
+
+/// The default service account and the root certificate.
+async fn furnish(inner: &Inner, namespace: &str) -> Result<(), ApiError> {
+    let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": "default" } });
+    ensure(inner, "serviceaccounts", namespace, account).await?;
+    if let Some(authority) = inner.authority.get() {
+        let map = json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "kube-root-ca.crt" },
+            "data": { "ca.crt": authority },
+        });
+        ensure(inner, "configmaps", namespace, map).await?;
+    }
+    Ok(())
+}
+
+async fn ensure(inner: &Inner, table: &str, namespace: &str, body: Value) -> Result<(), ApiError> {
+    let kind = row(table)?;
+    if inner.objects.find(kind, namespace, json::text(&body, "/metadata/name")).is_some() {
+        return Ok(());
+    }
+    match inner.objects.create(kind, namespace, body, WriteOptions::default()).await {
+        // Someone else made it, or the namespace is leaving.
+        Err(error) if matches!(error.code, 409 | 404 | 403) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// Deletes what is inside; once nothing is, lets the namespace go.
+async fn empty(inner: &Inner, namespace: &Object) -> Result<(), ApiError> {
+    let mut left = 0;
+    for kind in KINDS.iter().filter(|kind| kind.namespaced && kind.is_stored_form()) {
+        let inside = Some(Arc::clone(&namespace.key.name));
+        let filter = Filter { table: Some(kind.table), namespace: inside, ..Filter::default() };
+        let (objects, _) = inner.objects.store().list(&filter);
+        for object in objects {
+            if object.deleting {
+                left += 1;
+                continue;
+            }
+            let options = DeleteOptions { uid: (*object.uid).into(), ..DeleteOptions::default() };
+            match inner.objects.delete(kind, &object.key.namespace, &object.key.name, &options).await {
+                Ok(deleted) => left += usize::from(!deleted.removed),
+                Err(error) if error.code == 404 => {}
+                Err(error) if error.code == 409 => left += 1,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    if left > 0 {
+        return Ok(());
+    }
+    let kind = row("namespaces")?;
+    let release = |mut value: Value| {
+        json::object(&mut value, "spec").insert("finalizers".into(), json!([]));
+        Ok(value)
+    };
+    let name = &namespace.key.name;
+    match inner.objects.update(kind, "", name, Part::Inner, WriteOptions::default(), release).await {
+        Err(error) if error.code == 404 => Ok(()),
+        other => other.map(drop),
+    }
+}
