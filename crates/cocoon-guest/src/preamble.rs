@@ -145,3 +145,99 @@ impl Matcher {
         self.len -= next;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection, prelude::*, sample};
+
+    use super::*;
+
+    fn preamble(role: Role, epoch: Epoch) -> Preamble {
+        Preamble { role, epoch }
+    }
+
+    /// All preambles in pieces of the given sizes, each with the offset behind it.
+    fn all(stream: &[u8], sizes: &[usize]) -> Vec<(usize, Preamble)> {
+        let (mut matcher, mut found) = (Matcher::default(), Vec::new());
+        let (mut from, mut sizes) = (0, sizes.iter().cycle());
+        while from < stream.len() {
+            let end = stream.len().min(from + sizes.next().unwrap());
+            while from < end {
+                let (used, hit) = matcher.find(&stream[from..end]);
+                from += used;
+                found.extend(hit.map(|preamble| (from, preamble)));
+            }
+        }
+        found
+    }
+
+    /// The same by looking at every place.
+    fn naive(stream: &[u8]) -> Vec<(usize, Preamble)> {
+        let (mut at, mut found) = (0, Vec::new());
+        while at + PREAMBLE_LEN <= stream.len() {
+            let window: &[u8; PREAMBLE_LEN] = stream[at..at + PREAMBLE_LEN].try_into().unwrap();
+            match Preamble::decode(window) {
+                Some(preamble) => {
+                    at += PREAMBLE_LEN;
+                    found.push((at, preamble));
+                }
+                None => at += 1,
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn one_flipped_bit_makes_it_no_preamble() {
+        let sound = preamble(Role::Host, [7; 16]).encode();
+        for bit in 0..PREAMBLE_LEN * 8 {
+            let mut spoiled = sound;
+            spoiled[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Preamble::decode(&spoiled), None, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn the_magic_can_occur_in_no_frame() {
+        assert!(std::str::from_utf8(&MAGIC).is_err());
+        let json = crate::protocol::encode(&crate::protocol::Frame::data(
+            crate::protocol::Kind::Stdin,
+            preamble(Role::Host, [1; 16]).encode().to_vec(),
+        ));
+        assert!(json.is_ok_and(|line| !line.contains(&MAGIC[0])));
+    }
+
+    /// Noise made of what confuses a search: pieces of preambles, whole ones, bytes that begin one.
+    fn noise() -> impl Strategy<Value = Vec<u8>> {
+        let piece = prop_oneof![
+            collection::vec(any::<u8>(), 0..40),
+            collection::vec(Just(MAGIC[0]), 0..9),
+            (any::<Epoch>(), any::<bool>(), 0..=PREAMBLE_LEN).prop_map(|(epoch, host, cut)| {
+                preamble(if host { Role::Host } else { Role::Agent }, epoch).encode()[..cut].to_vec()
+            }),
+            // Magic inside an epoch.
+            sample::select(vec![0_usize, 1, 4, 8]).prop_map(|at| {
+                let mut epoch = [0xfe; 16];
+                epoch[at..at + 8].copy_from_slice(&MAGIC);
+                preamble(Role::Host, epoch).encode().to_vec()
+            }),
+        ];
+        collection::vec(piece, 0..8).prop_map(|pieces| pieces.concat())
+    }
+
+    proptest! {
+        #[test]
+        fn a_preamble_reads_back(epoch in any::<Epoch>(), host in any::<bool>()) {
+            let preamble = preamble(if host { Role::Host } else { Role::Agent }, epoch);
+            prop_assert_eq!(Preamble::decode(&preamble.encode()), Some(preamble));
+        }
+
+        #[test]
+        fn the_search_finds_what_looking_everywhere_finds(
+            stream in noise(),
+            sizes in collection::vec(1_usize..70, 1..10),
+        ) {
+            prop_assert_eq!(all(&stream, &sizes), naive(&stream));
+        }
+    }
+}

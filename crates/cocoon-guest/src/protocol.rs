@@ -8,6 +8,7 @@
 use std::{collections::BTreeMap, fmt};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
+use bytes::BufMut as _;
 use serde::{
     Deserialize, Deserializer, Serialize,
     de::{IgnoredAny, MapAccess, Visitor},
@@ -19,6 +20,8 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 pub const MAX_FRAME: usize = 8 << 20;
 /// Size of the chunks in which a client sends stdin.
 pub const STDIN_CHUNK: usize = 32 << 10;
+/// How much is read at a time.
+const READ_CHUNK: usize = 32 << 10;
 
 /// What a clone must become before its link goes up (our extension, design §5 "The guest channel").
 /// Empty fields are left alone.
@@ -341,8 +344,9 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
             if self.searched > MAX_FRAME {
                 return Err(FrameError::TooLong);
             }
-            self.buffer.reserve(16 << 10);
-            if self.inner.read_buf(&mut self.buffer).await? == 0 {
+            self.buffer.reserve(READ_CHUNK);
+            let mut room = (&mut self.buffer).limit(READ_CHUNK);
+            if self.inner.read_buf(&mut room).await? == 0 {
                 self.searched = 0;
                 return match std::mem::take(&mut self.buffer) {
                     rest if rest.is_empty() => Ok(None),
