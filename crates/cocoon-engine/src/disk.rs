@@ -30,7 +30,6 @@ pub(crate) async fn flatten(
     top: Option<PathBuf>,
     mut chain: Vec<PathBuf>,
     out: PathBuf,
-    size: u64,
     uid: u32,
 ) -> Result<(), Fault> {
     if let (Some(first), Some(copy)) = (chain.first_mut(), &top) {
@@ -43,7 +42,7 @@ pub(crate) async fn flatten(
                 let from = open_read(only)?;
                 copy_sparse(&from, &File::create_new(&out)?, from.metadata()?.len())?;
             }
-            _ => convert(&chain, &out, size, uid)?,
+            _ => convert(&chain, &out, uid)?,
         }
         top.map_or(Ok(()), std::fs::remove_file)
     })
@@ -60,11 +59,11 @@ fn node(files: &[OwnedFd]) -> Value {
     })
 }
 
-fn convert(chain: &[PathBuf], out: &Path, _size: u64, uid: u32) -> io::Result<()> {
+fn convert(chain: &[PathBuf], out: &Path, uid: u32) -> io::Result<()> {
     let files =
         chain.iter().map(|path| open_read(path).map(OwnedFd::from)).collect::<io::Result<Vec<_>>>()?;
-    for file in &files[..1] {
-        fchown(file, Some(uid), Some(uid))?;
+    if let Some(top) = files.first() {
+        fchown(top, Some(uid), Some(uid))?;
     }
     let target = File::options().read(true).write(true).create_new(true).open(out)?;
     fchown(&target, Some(uid), Some(uid))?;
@@ -75,10 +74,9 @@ fn convert(chain: &[PathBuf], out: &Path, _size: u64, uid: u32) -> io::Result<()
     command.env_clear().env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut keep = files;
-    keep.push(target.try_clone()?.into());
+    keep.push(target.into());
     let confinement =
         Confinement { uid, keep, pid_file: None, cgroup: None, oom_score_adj: b"500", small_pages: false };
-    drop(target);
     let mut child = sys::spawn(command, confinement).map_err(|error| named(Path::new("qemu-img"), &error))?;
     let mut said = String::new();
     if let Some(errors) = child.stderr.take() {

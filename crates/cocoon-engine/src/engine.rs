@@ -17,7 +17,7 @@ use crate::{
     vm::{
         Shared, blocking, bring_up,
         capture::{self, Wish},
-        clone, guest, tear_down,
+        clone, guest, power, tear_down,
     },
 };
 
@@ -50,6 +50,17 @@ pub struct EngineConfig {
     pub memory: MemoryRecipe,
     /// How long a fresh guest may take to answer.
     pub boot_timeout: Duration,
+}
+
+/// Runs what must not stop half way, such as a capture with the guest frozen, even if the caller goes
+/// away.
+async fn to_the_end<T: Send + 'static>(
+    work: impl Future<Output = Result<T, ChangeError>> + Send + 'static,
+) -> Result<T, ChangeError> {
+    match tokio::spawn(work).await {
+        Ok(done) => done,
+        Err(panicked) => Err(Fault::new("an engine operation", panicked).into()),
+    }
 }
 
 /// The engine. Cheap to clone; all clones are one engine.
@@ -113,27 +124,25 @@ impl Engine {
     /// Cold start from the VM's own disk. Running already is success; a paused guest is resumed, and a
     /// clone whose guest has not taken its identity yet is asked again.
     pub async fn start(&self, vm: &str) -> Result<Vm, BringUpError> {
-        bring_up::start(&self.shared, vm).await
+        power::start(&self.shared, vm).await
     }
 
     /// Ends the hypervisor: the guest's power button first, killed after `timeout` or with `force`.
     pub async fn stop(&self, vm: &str, force: bool, timeout: Duration) -> Result<(), ChangeError> {
-        bring_up::stop(&self.shared, vm, force, timeout).await
+        let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
+        to_the_end(async move { power::stop(&shared, &vm, force, timeout).await }).await
     }
 
     /// Removes a VM and all that belongs to it: process, taps, rules, folders, record.
     pub async fn remove(&self, vm: &str, force: bool) -> Result<(), ChangeError> {
-        let (record, lock) = self.shared.lock_existing(vm).await?;
-        if !force && self.shared.process_of(&record).is_some() {
-            return Err(ChangeError::ForceRequired(record.vm.config.name));
-        }
-        Ok(tear_down::all(&self.shared, &record, lock).await?)
+        let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
+        to_the_end(async move { tear_down::remove(&shared, &vm, force).await }).await
     }
 
     /// Saves a snapshot named `name`; the guest pauses for the capture only. The name is checked first.
     pub async fn save(&self, vm: &str, name: &str, description: &str) -> Result<Snapshot, ChangeError> {
         let wish = Wish { name: name.to_owned(), description: description.to_owned(), keep_paused: false };
-        capture::snapshot(&self.shared, vm, wish).await
+        self.take(vm, wish).await
     }
 
     /// Like [`Engine::save`], but the guest stays paused until [`Engine::resume`] or [`Engine::remove`].
@@ -141,7 +150,12 @@ impl Engine {
     /// resumes the guest.
     pub async fn capture(&self, vm: &str, name: &str) -> Result<Snapshot, ChangeError> {
         let wish = Wish { name: name.to_owned(), description: String::new(), keep_paused: true };
-        capture::snapshot(&self.shared, vm, wish).await
+        self.take(vm, wish).await
+    }
+
+    async fn take(&self, vm: &str, wish: Wish) -> Result<Snapshot, ChangeError> {
+        let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
+        to_the_end(async move { capture::snapshot(&shared, &vm, wish).await }).await
     }
 
     /// Lets a paused guest go on. Not paused is success.
@@ -213,6 +227,16 @@ impl Engine {
     /// lowest first). The same name is replaced. Bytes are streamed; nothing hostile is unpacked.
     pub async fn image_import(&self, name: &str, files: &[PathBuf]) -> Result<Image, ImportError> {
         self.shared.images.import(name, files).await
+    }
+
+    /// [`Engine::image_import`] with choices, such as taking setuid programs without their rights.
+    pub async fn image_import_with(
+        &self,
+        name: &str,
+        files: &[PathBuf],
+        how: crate::image::ImportOptions,
+    ) -> Result<Image, ImportError> {
+        self.shared.images.import_with(name, files, how).await
     }
 
     /// Imports a container image that a registry holds.

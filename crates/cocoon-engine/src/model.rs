@@ -139,6 +139,9 @@ pub struct Vm {
     /// Snapshot id that this VM was cloned from (ours), empty for a fresh boot.
     #[serde(skip_serializing_if = "String::is_empty", default)]
     pub cloned_from: String,
+    /// What is not as it should be although the VM runs (ours), such as links that stay down.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub warnings: Vec<String>,
     /// Raised with each change of state.
     #[serde(default)]
     pub transition_generation: u64,

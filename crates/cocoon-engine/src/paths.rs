@@ -34,7 +34,6 @@ impl RunFolder {
         self.0.join("cow-base.qcow2")
     }
 
-
     /// Written by QEMU's process before it becomes QEMU.
     #[must_use]
     pub(crate) fn pid_file(&self) -> PathBuf {

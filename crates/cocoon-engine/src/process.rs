@@ -21,6 +21,10 @@ pub(crate) struct Process {
     pub(crate) start: u64,
 }
 
+const fn is_dead(state: char) -> bool {
+    matches!(state, 'Z' | 'X')
+}
+
 /// Process id, state and start time from a line of `/proc/PID/stat`.
 fn parse_stat(line: &str) -> Option<(Process, char)> {
     // The command stands in parentheses and may itself hold spaces and parentheses.
@@ -47,23 +51,31 @@ impl Process {
     /// The running process `pid`, if there is one.
     #[must_use]
     pub(crate) fn of_pid(pid: u32) -> Option<Self> {
+        Self::look(pid).filter(|(_, state)| !is_dead(*state)).map(|(process, _)| process)
+    }
+
+    fn look(pid: u32) -> Option<(Self, char)> {
         let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        parse_stat(&line).filter(|(_, state)| !matches!(state, 'Z' | 'X')).map(|(process, _)| process)
+        parse_stat(&line)
     }
 
     /// Whether it still runs. A zombie does not; one of ours is reaped.
     #[must_use]
     pub(crate) fn alive(self) -> bool {
-        if Self::of_pid(self.pid) == Some(self) {
-            return true;
+        match Self::look(self.pid) {
+            Some((process, state)) if process == self && !is_dead(state) => true,
+            // Only this very zombie: another child of ours may have the id by now.
+            Some((process, _)) if process == self => {
+                self.reap();
+                false
+            }
+            _ => false,
         }
-        self.reap();
-        false
     }
 
     fn reap(self) {
         if let Some(pid) = self.raw() {
-            // Not our child, or not there any more: nothing to reap.
+            // Somebody else's child: nothing to reap.
             let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
     }
@@ -104,10 +116,11 @@ impl Process {
             tv_nsec: i64::from(limit.subsec_nanos()),
         };
         let ready = poll(&mut [PollFd::new(&handle, PollFlags::IN)], Some(&timeout))?;
-        self.reap();
         if ready == 0 {
             return Err(io::Error::new(io::ErrorKind::TimedOut, format!("process {} did not end", self.pid)));
         }
+        // Reaps it if it was ours.
+        self.alive();
         Ok(())
     }
 }
@@ -125,6 +138,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::zombie_processes, reason = "the code under test reaps it")]
     fn a_child_is_alive_until_killed_and_a_stranger_with_its_id_is_not_it() {
         let child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = Process::of_pid(child.id()).unwrap();

@@ -261,6 +261,7 @@ mod tests {
             snapshot_ids: BTreeMap::new(),
             paused: false,
             cloned_from: String::new(),
+            warnings: Vec::new(),
             transition_generation: 0,
             created_at: now,
             updated_at: now,

@@ -13,9 +13,10 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::{Mutex, PoisonError},
 };
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::{
     command::{DiskWiring, GUEST_PORTS, NicWiring, Wiring, arguments},
@@ -168,15 +169,30 @@ fn wire_ram(
         RamSource::Private { base, shim } => {
             let empty = ram_file(size)?;
             let (own, id) = (FileId::of(&empty)?, FileId::of(&base)?);
-            let mut library = File::from(memfd_create("cocoon-shim", MemfdFlags::CLOEXEC)?);
-            library.write_all(shim)?;
-            command.env("LD_PRELOAD", format!("/proc/self/fd/{}", kept.keep(library)));
+            command.env("LD_PRELOAD", format!("/proc/self/fd/{}", kept.keep(library(shim)?)));
             command.env("COCOON_SHIM_RAM_DEV", own.device.to_string());
             command.env("COCOON_SHIM_RAM_INO", own.inode.to_string());
             command.env("COCOON_SHIM_BASE_FD", kept.keep(base).to_string());
             Ok((kept.keep(empty), id))
         }
     }
+}
+
+/// The shim as a sealed file in memory, made once: all clones share its pages, none can change them.
+fn library(shim: &[u8]) -> io::Result<File> {
+    static LIBRARY: Mutex<Option<File>> = Mutex::new(None);
+    let mut kept = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = match kept.take() {
+        Some(library) => library,
+        None => {
+            let mut new =
+                File::from(memfd_create("cocoon-shim", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+            new.write_all(shim)?;
+            fcntl_add_seals(&new, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
+            new
+        }
+    };
+    kept.insert(library).try_clone()
 }
 
 /// QEMU opens kernel and initrd a second time, as its unprivileged user; a file that others may not

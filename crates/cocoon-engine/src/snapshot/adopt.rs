@@ -15,7 +15,7 @@ use crate::{
     error::{ChangeError, Fault, LookupError},
     model::Snapshot,
     vm::{
-        Shared, blocking,
+        Shared, blocking, capture,
         clone::{disk_header, read_bounded},
     },
 };
@@ -32,7 +32,7 @@ pub(crate) async fn adopt(
     name: &str,
     mut envelope: Envelope,
 ) -> Result<Snapshot, ChangeError> {
-    super::super::vm::capture::check_name(name)?;
+    capture::check_name(name)?;
     let folder = stage.folder().to_owned();
     let checked = blocking(&format!("files of snapshot {name}"), move || check(&folder)).await?;
     let description =
@@ -93,7 +93,7 @@ fn check(folder: &Path) -> io::Result<Result<Description, String>> {
     let memory = description.machine.memory;
     for (name, _) in &found {
         let known = [QEMU_JSON, QEMU_STATE, COW, COCOON_JSON].contains(&name.as_str());
-        if !known && !(ranges && name == MEMORY_RANGES) {
+        if !(known || ranges && name == MEMORY_RANGES) {
             return Ok(Err(format!("{name:?} is no file of such a snapshot")));
         }
     }

@@ -95,7 +95,7 @@ impl Description {
         if !(1..=1024).contains(&machine.cpus) {
             return Err(DescriptionError::Refused("number of CPUs"));
         }
-        if !(1 << 20..=MAX_MEMORY).contains(&machine.memory) || machine.memory % (1 << 20) != 0 {
+        if !(1 << 20..=MAX_MEMORY).contains(&machine.memory) || !machine.memory.is_multiple_of(1 << 20) {
             return Err(DescriptionError::Refused("memory size"));
         }
         if machine.devices != devices(machine.layers(), machine.nics()) {

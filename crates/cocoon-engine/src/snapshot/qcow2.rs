@@ -90,7 +90,7 @@ fn features(bytes: &[u8]) -> Result<(), Qcow2Error> {
         return Err(Qcow2Error::Features("incompatible features"));
     }
     let header = word(bytes, 100)?;
-    if !(104..=4096).contains(&header) || header % 8 != 0 {
+    if !(104..=4096).contains(&header) || !header.is_multiple_of(8) {
         return Err(Qcow2Error::Bounds("header length"));
     }
     if word(bytes, 96)? > 6 {
@@ -105,7 +105,7 @@ fn tables(bytes: &[u8], length: u64) -> Result<Header, Qcow2Error> {
         return Err(Qcow2Error::Bounds("cluster size"));
     }
     let size = long(bytes, 24)?;
-    if size > MAX_SIZE || size % 512 != 0 {
+    if size > MAX_SIZE || !size.is_multiple_of(512) {
         return Err(Qcow2Error::Bounds("disk size"));
     }
     let per_l1 = 1_u64 << (2 * bits - 3);
@@ -127,7 +127,7 @@ fn inside(offset: u64, size: u64, bits: u32, length: u64, what: &'static str) ->
 
 /// The bytes of an empty qcow2 file for a disk of `size` bytes. The file holds nothing else.
 pub(crate) fn empty(size: u64) -> Result<Vec<u8>, Qcow2Error> {
-    if size == 0 || size > MAX_SIZE || size % 512 != 0 {
+    if size == 0 || size > MAX_SIZE || !size.is_multiple_of(512) {
         return Err(Qcow2Error::Bounds("disk size"));
     }
     let entries = size.div_ceil(PER_L1);

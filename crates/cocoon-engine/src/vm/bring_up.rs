@@ -1,24 +1,32 @@
 //! The way up for a fresh guest: name, disks, links, QEMU, first answer.
 //!
-//! Entry points: [`run`], [`start`]. A failure in any phase takes everything down again ([`run`]) or
-//! leaves a stopped VM in state `error` ([`start`]).
+//! Entry points: [`run`]; [`boot`] for a cold start. A failure in any phase of a run takes everything
+//! down again.
 
-use std::{os::fd::OwnedFd, os::unix::fs::chown, path::Path, time::Duration};
+use std::{
+    os::{fd::OwnedFd, unix::fs::chown},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
 
-use cocoon_kit::files::{Lock, private_folder};
+use cocoon_kit::files::private_folder;
 
-use super::{Shared, blocking, guest, monitor, tear_down, while_alive};
+use super::{
+    Shared, blocking, guest,
+    reserve::{check_name, fill, reserve},
+    while_alive,
+};
 use crate::{
     error::{BringUpError, Fault},
-    image::BootSet,
-    model::{Disk, Hypervisor, NetworkInterface, RunSpec, Vm, VmConfig, VmState},
+    model::{RunSpec, Vm, VmConfig, VmState},
     paths::{LogFolder, RunFolder},
     process::Process,
     qemu::{
         launch::{Launched, Plan, RamSource, launch, ram_file},
-        machine::{MAX_LAYERS, MAX_NICS, Machine},
+        machine::{MAX_NICS, Machine},
     },
-    records::{BootRecord, RamRecord, Record},
+    records::{RamRecord, Record},
 };
 
 /// Least guest memory.
@@ -26,7 +34,7 @@ const MIN_MEMORY: u64 = 128 << 20;
 const MIB: u64 = 1 << 20;
 
 /// Boots a VM from an image and waits until its agent answers.
-pub(crate) async fn run(shared: &Shared, spec: RunSpec) -> Result<Vm, BringUpError> {
+pub(crate) async fn run(shared: &Arc<Shared>, spec: RunSpec) -> Result<Vm, BringUpError> {
     check(&spec)?;
     let facts = shared.facts().await?;
     let boot = shared.images.boot_set(&spec.image, &shared.config.boot_bundle).await?;
@@ -43,14 +51,9 @@ pub(crate) async fn run(shared: &Shared, spec: RunSpec) -> Result<Vm, BringUpErr
         image_type: boot.image.kind.clone(),
         ..VmConfig::default()
     };
-    let (record, lock) = reserve(shared, config, |record| fill(shared, record, &boot, machine)).await?;
-    match fresh(shared, record.clone()).await {
-        Ok(vm) => Ok(vm),
-        Err(error) => {
-            tear_down::unwind(shared, &record, lock).await;
-            Err(error)
-        }
-    }
+    let half = reserve(shared, config, |record| fill(shared, record, &boot, machine)).await?;
+    let done = fresh(shared, half.record().clone()).await;
+    half.end(done).await
 }
 
 fn check(spec: &RunSpec) -> Result<(), BringUpError> {
@@ -66,120 +69,6 @@ fn check(spec: &RunSpec) -> Result<(), BringUpError> {
         return wrong(format!("{} NICs are asked for; the most is {MAX_NICS}", spec.nics));
     }
     Ok(())
-}
-
-/// `[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}`.
-pub(crate) fn check_name(name: &str) -> Result<(), BringUpError> {
-    let fits = (1..=63).contains(&name.len());
-    let first = name.starts_with(|c: char| c.is_ascii_alphanumeric());
-    if fits && first && name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c)) {
-        return Ok(());
-    }
-    Err(BringUpError::Invalid(format!(
-        "VM name {name:?} cannot be used: 1 to 63 letters, digits, dots, dashes and underscores, \
-         the first a letter or digit"
-    )))
-}
-
-/// Takes a new id's lock, then the name. The record is written before anything else exists.
-pub(crate) async fn reserve(
-    shared: &Shared,
-    config: VmConfig,
-    fill: impl FnOnce(&mut Record),
-) -> Result<(Record, Lock), BringUpError> {
-    let (id, now) = (shared.world.engine_id(), shared.world.now());
-    let lock = shared.lock(&id).await?;
-    let mut record = Record::new(Vm {
-        id,
-        hypervisor: Hypervisor::Qemu,
-        state: VmState::Creating,
-        config,
-        pid: 0,
-        socket_path: String::new(),
-        network_configs: Vec::new(),
-        storage_configs: Vec::new(),
-        first_booted: false,
-        snapshot_ids: Default::default(),
-        paused: false,
-        cloned_from: String::new(),
-        transition_generation: 0,
-        created_at: now,
-        updated_at: now,
-        started_at: None,
-        stopped_at: None,
-    });
-    fill(&mut record);
-    match shared.records.reserve(record).await {
-        Ok(record) => Ok((record, lock)),
-        Err(error) => {
-            let _ = std::fs::remove_file(lock.path());
-            Err(error)
-        }
-    }
-}
-
-/// Everything about a VM that is known before it exists.
-pub(crate) fn fill(shared: &Shared, record: &mut Record, boot: &BootSet, machine: Machine) {
-    let run = shared.run_folder(&record.vm.id);
-    record.boot = BootRecord {
-        kernel: boot.kernel.clone(),
-        initrd: boot.initrd.clone(),
-        cmdline: cmdline(&record.vm.config.name, boot.layers.len()),
-    };
-    record.recorded_boot = Some(boot.recorded());
-    record.layers = boot.layers.iter().map(|layer| layer.path.clone()).collect();
-    record.image_blob_ids.clone_from(&boot.blob_ids);
-    record.cow = vec![run.cow()];
-    record.vm.network_configs = interfaces(shared, &record.vm.id, machine.nics());
-    record.vm.storage_configs = storage(&record.layers, &run.cow());
-    record.machine = Some(machine);
-}
-
-fn cmdline(name: &str, layers: usize) -> String {
-    let serials: Vec<String> = (0..layers).rev().map(|index| format!("cocoon-layer{index}")).collect();
-    format!(
-        "console=ttyS0 loglevel=3 panic=-1 net.ifnames=0 boot=cocoon-overlay rw cocoon.layers={} \
-         cocoon.cow=cocoon-cow cocoon.hostname={name}",
-        serials.join(",")
-    )
-}
-
-fn interfaces(shared: &Shared, id: &str, nics: usize) -> Vec<NetworkInterface> {
-    let bridge = shared.config.network.as_ref().map(|network| network.bridge.clone()).unwrap_or_default();
-    let short: String = id.chars().take(8).collect::<String>().to_lowercase();
-    (0..nics)
-        .map(|index| NetworkInterface {
-            tap: format!("bt{short}-{index}"),
-            mac: random_mac(shared),
-            backend: "bridge".into(),
-            bridge_dev: bridge.clone(),
-        })
-        .collect()
-}
-
-/// Random, locally administered, unicast.
-fn random_mac(shared: &Shared) -> String {
-    let mut bytes = [0_u8; 6];
-    shared.world.random(&mut bytes);
-    bytes[0] = (bytes[0] & 0xfc) | 0x02;
-    bytes.map(|byte| format!("{byte:02x}")).join(":")
-}
-
-fn storage(layers: &[std::path::PathBuf], cow: &Path) -> Vec<Disk> {
-    let layer = |(index, path): (usize, &std::path::PathBuf)| Disk {
-        path: path.display().to_string(),
-        ro: true,
-        serial: format!("cocoon-layer{index}"),
-        role: "layer".into(),
-    };
-    let mut disks: Vec<Disk> = layers.iter().enumerate().map(layer).collect();
-    disks.push(Disk {
-        path: cow.display().to_string(),
-        ro: false,
-        serial: "cocoon-cow".into(),
-        role: "cow".into(),
-    });
-    disks
 }
 
 async fn fresh(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
@@ -207,7 +96,7 @@ pub(crate) async fn give(path: &Path, uid: u32) -> Result<(), Fault> {
 }
 
 /// Links, QEMU, first answer of the guest. On an error the process may still run: the caller unwinds.
-async fn boot(shared: &Shared, record: &mut Record) -> Result<(), BringUpError> {
+pub(crate) async fn boot(shared: &Shared, record: &mut Record) -> Result<(), BringUpError> {
     let nics = attach(shared, record).await?;
     let memory = record.vm.config.memory;
     let ram = blocking("guest memory", move || ram_file(memory)).await?;
@@ -303,113 +192,3 @@ pub(crate) async fn finish(shared: &Shared, mut record: Record) -> Result<Vm, Br
     shared.save(&mut record).await?;
     Ok(shared.shown(record))
 }
-
-/// Cold start from the VM's own disk. Running is success; paused, the guest goes on; links that are
-/// still down are tried again.
-pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringUpError> {
-    let (mut record, _lock) = shared.lock_existing(reference).await?;
-    let name = record.vm.config.name.clone();
-    if record.vm.state == VmState::Creating {
-        return Err(BringUpError::Invalid(format!("VM {name} is still being created")));
-    }
-    if shared.process_of(&record).is_some() {
-        return go_on(shared, record).await;
-    }
-    shared.facts().await?;
-    tear_down::kill(shared, &record.vm.id, record.process).await?;
-    tear_down::unlink(shared, &record.vm.id).await?;
-    record.links_down = false;
-    match boot(shared, &mut record).await {
-        Ok(()) => finish(shared, record).await,
-        Err(error) => {
-            failed_start(shared, record).await;
-            Err(error)
-        }
-    }
-}
-
-async fn go_on(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
-    if record.vm.paused {
-        super::capture::let_go(shared, &mut record).await?;
-    }
-    if record.links_down {
-        super::clone::identify_again(shared, &mut record).await?;
-    }
-    record.vm.started_at = Some(shared.world.now());
-    shared.save(&mut record).await?;
-    Ok(shared.shown(record))
-}
-
-async fn failed_start(shared: &Shared, mut record: Record) {
-    let ended = tear_down::kill(shared, &record.vm.id, record.process).await;
-    let unlinked = tear_down::unlink(shared, &record.vm.id).await;
-    halted(shared, &mut record, VmState::Error);
-    let saved = shared.save(&mut record).await;
-    for error in [ended, unlinked, saved].into_iter().filter_map(Result::err) {
-        tracing::warn!(vm = %record.vm.config.name, %error, "cleaning up after a failed start");
-    }
-}
-
-/// Puts the end of a hypervisor into the record.
-pub(crate) fn halted(shared: &Shared, record: &mut Record, state: VmState) {
-    record.process = None;
-    record.ram = None;
-    record.links_down = false;
-    record.vm.pid = 0;
-    record.vm.paused = false;
-    record.vm.state = state;
-    record.vm.stopped_at = Some(shared.world.now());
-    record.vm.transition_generation += 1;
-}
-
-/// Stops a VM: the guest's power button, then the end of the process.
-pub(crate) async fn stop(
-    shared: &Shared,
-    reference: &str,
-    force: bool,
-    limit: Duration,
-) -> Result<(), crate::error::ChangeError> {
-    let (mut record, _lock) = shared.lock_existing(reference).await?;
-    let name = record.vm.config.name.clone();
-    if record.vm.state == VmState::Creating {
-        return Err(crate::error::ChangeError::Invalid(format!("VM {name} is still being created")));
-    }
-    if let Some(process) = shared.process_of(&record) {
-        if !force && !record.vm.paused {
-            if let Err(error) = power_down(shared, &record, process, limit).await {
-                tracing::info!(vm = %name, %error, "the guest did not power down by itself");
-            }
-        }
-    } else if matches!(record.vm.state, VmState::Stopped | VmState::Created | VmState::Error) {
-        return Ok(());
-    }
-    tear_down::kill(shared, &record.vm.id, record.process).await?;
-    tear_down::unlink(shared, &record.vm.id).await?;
-    halted(shared, &mut record, VmState::Stopped);
-    Ok(shared.save(&mut record).await?)
-}
-
-async fn power_down(
-    shared: &Shared,
-    record: &Record,
-    process: Process,
-    limit: Duration,
-) -> Result<(), Fault> {
-    let (run, name) = (shared.run_folder(&record.vm.id), &record.vm.config.name);
-    let step = |error| Fault::new(format!("powering VM {name} down"), error);
-    // A guest whose first process is our agent knows no power button: its disks are synced first.
-    if let Ok(open) = guest::open(&run, false, limit.min(Duration::from_secs(5))).await {
-        let sync = cocoon_guest::host::Exec { argv: vec!["sync".into()], ..Default::default() };
-        let _ = open.channel.output(sync, limit.min(Duration::from_secs(20))).await;
-    }
-    let mut qmp = super::connect(&run, name).await?;
-    qmp.execute("system_powerdown", serde_json::json!({}))
-        .await
-        .map_err(|error| monitor(name, "power button", error))?;
-    tokio::task::spawn_blocking(move || process.wait(limit))
-        .await
-        .map_err(|error| Fault::new("waiting", error))?
-        .map_err(step)
-}
-
-const _: () = assert!(MAX_LAYERS >= crate::image::MAX_LAYERS);

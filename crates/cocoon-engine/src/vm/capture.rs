@@ -77,10 +77,10 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
     record.vm.paused = true;
     shared.save(&mut record).await?;
     let taken = take(shared, &mut record, &mut qmp, job, &wish).await;
-    if taken.is_err() {
-        if let Err(error) = resume(shared, &mut record, &mut qmp).await {
-            tracing::warn!(vm = %name, %error, "the guest could not be resumed after a failed snapshot");
-        }
+    if taken.is_err()
+        && let Err(error) = resume(shared, &mut record, &mut qmp).await
+    {
+        tracing::warn!(vm = %name, %error, "the guest could not be resumed after a failed snapshot");
     }
     taken
 }
@@ -185,7 +185,7 @@ async fn take(
         resume(shared, record, qmp).await?;
     }
     let paused = begun.elapsed();
-    disk::flatten(overlay, job.cow.clone(), job.at(COW), job.description.storage, job.uid).await?;
+    disk::flatten(overlay, job.cow.clone(), job.at(COW), job.uid).await?;
     let snapshot = described(shared, record, &job, wish).await?;
     let published = shared.snapshots.publish(job.stage, snapshot, wish.keep_paused).await?;
     record.vm.snapshot_ids.insert(job.id, Empty {});

@@ -8,6 +8,7 @@ use std::{
     io,
     os::fd::AsFd as _,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -17,8 +18,10 @@ use serde_json::json;
 
 use super::{
     Shared, blocking,
-    bring_up::{attach, check_name, fill, finish, folders, give, launched, reserve, started},
-    guest, monitor, tear_down, while_alive,
+    bring_up::{attach, finish, folders, give, launched, started},
+    guest, monitor,
+    reserve::{check_name, fill, reserve},
+    tear_down, while_alive,
 };
 use crate::{
     embed,
@@ -47,7 +50,7 @@ const LOAD_LIMIT: Duration = Duration::from_secs(600);
 const ENTROPY: usize = 512;
 
 /// Clones a snapshot.
-pub(crate) async fn clone_vm(shared: &Shared, spec: CloneSpec) -> Result<Vm, BringUpError> {
+pub(crate) async fn clone_vm(shared: &Arc<Shared>, spec: CloneSpec) -> Result<Vm, BringUpError> {
     check_name(&spec.name)?;
     let facts = shared.facts().await?;
     let snapshot = shared.snapshots.find(&spec.snapshot).await?;
@@ -70,11 +73,10 @@ pub(crate) async fn clone_vm(shared: &Shared, spec: CloneSpec) -> Result<Vm, Bri
         network: envelope.network.clone(),
         ..VmConfig::default()
     };
-    let (record, lock) = reserve(shared, config, |record| {
+    let half = reserve(shared, config, |record| {
         fill(shared, record, &boot, description.machine.clone());
         record.cow.push(shared.run_folder(&record.vm.id).cow_base());
         record.vm.cloned_from.clone_from(&envelope.id);
-        record.links_down = !record.vm.network_configs.is_empty();
     })
     .await?;
     let source = Source {
@@ -82,13 +84,8 @@ pub(crate) async fn clone_vm(shared: &Shared, spec: CloneSpec) -> Result<Vm, Bri
         description: &description,
         private: private(shared, facts, &description),
     };
-    match woken(shared, record.clone(), &source, spec.identity).await {
-        Ok(vm) => Ok(vm),
-        Err(error) => {
-            tear_down::unwind(shared, &record, lock).await;
-            Err(error)
-        }
-    }
+    let done = woken(shared, half.record().clone(), &source, spec.identity).await;
+    half.end(done).await
 }
 
 struct Source<'a> {
@@ -298,12 +295,16 @@ async fn identified(
     if let Err(error) = taken {
         tracing::warn!(vm = %name, %error, "the clone's guest did not take its identity; its links stay down");
         record.links_down = true;
+        record.vm.warnings = vec![format!(
+            "the guest did not take its identity ({error}); its links stay down; `cocoon vm start {name}` tries again"
+        )];
         return Ok(());
     }
     for index in 0..record.vm.network_configs.len() {
         set_link(qmp, index, true).await.map_err(|error| monitor(&name, "link", error))?;
     }
     record.links_down = false;
+    record.vm.warnings.clear();
     Ok(())
 }
 

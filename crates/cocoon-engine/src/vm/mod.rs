@@ -8,6 +8,8 @@ pub(crate) mod bring_up;
 pub(crate) mod capture;
 pub(crate) mod clone;
 pub(crate) mod guest;
+pub(crate) mod power;
+pub(crate) mod reserve;
 pub(crate) mod tear_down;
 
 use std::{

@@ -8,10 +8,25 @@ use std::time::Duration;
 use cocoon_kit::files::Lock;
 
 use super::{Shared, blocking};
-use crate::{cgroup, error::Fault, paths::remove_folder, process::Process, records::Record};
+use crate::{
+    cgroup,
+    error::{ChangeError, Fault},
+    paths::remove_folder,
+    process::Process,
+    records::Record,
+};
 
 /// How long a killed QEMU may take to be gone.
 const KILL_LIMIT: Duration = Duration::from_secs(20);
+
+/// Removes a VM by name. One that runs is removed only with `force`.
+pub(crate) async fn remove(shared: &Shared, reference: &str, force: bool) -> Result<(), ChangeError> {
+    let (record, lock) = shared.lock_existing(reference).await?;
+    if !force && shared.process_of(&record).is_some() {
+        return Err(ChangeError::ForceRequired(record.vm.config.name));
+    }
+    Ok(all(shared, &record, lock).await?)
+}
 
 /// Removes a VM and all that belongs to it; `lock` is the VM's.
 pub(crate) async fn all(shared: &Shared, record: &Record, lock: Lock) -> Result<(), Fault> {

@@ -6,6 +6,7 @@
 use std::{
     future::Future,
     net::Ipv4Addr,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
     sync::Arc,
@@ -22,17 +23,19 @@ use cocoon_net::{config::NetworkConfig, daemon};
 use tokio_util::sync::CancellationToken;
 
 const INSIDE: &str = "COCOON_TEST_INSIDE";
+const FOLDER: &str = "COCOON_TEST_FOLDER";
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// Runs `body` in a network namespace of its own. `name` is the test's own name.
 pub(crate) fn on_a_fresh_host<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
     if std::env::var(INSIDE).as_deref() == Ok(name) {
         cocoon_kit::telemetry::init("info");
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         return runtime.block_on(body());
     }
     let status = Command::new("unshare")
-        .arg("-n")
+        .arg("-nm")
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture", "--test-threads=1"])
         .env(INSIDE, name)
@@ -59,7 +62,8 @@ impl Host {
         let folder = tempfile::tempdir().unwrap();
         let network = network(folder.path());
         let token = CancellationToken::new();
-        let options = daemon::DaemonOptions { network: network.clone(), sweep_every: Duration::from_secs(60) };
+        let options =
+            daemon::DaemonOptions { network: network.clone(), sweep_every: Duration::from_secs(60) };
         let ended = token.clone();
         tokio::spawn(async move { daemon::run(options, ended).await.unwrap() });
         until("the bridge", || async { network.control_socket.exists() }).await;
@@ -84,7 +88,8 @@ impl Host {
 
     pub(crate) async fn run(&self, name: &str, memory: u64) -> Vm {
         let nics = usize::from(self.network.is_some());
-        let spec = RunSpec { name: name.into(), image: "tiny".into(), cpu: 1, memory, storage: 256 * MIB, nics };
+        let spec =
+            RunSpec { name: name.into(), image: "tiny".into(), cpu: 1, memory, storage: 256 * MIB, nics };
         self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)))
     }
 
@@ -102,9 +107,32 @@ impl Host {
 
     pub(crate) async fn try_sh(&self, vm: &str, line: &str) -> Output {
         let limit = Duration::from_secs(30);
-        let guest = self.engine.guest(vm, false, limit).await.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let guest =
+            self.engine.guest(vm, false, limit).await.unwrap_or_else(|error| panic!("{}", chain(&error)));
         let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
-        guest.output(Exec { argv, ..Exec::default() }, limit).await.unwrap_or_else(|error| panic!("{}", chain(&error)))
+        guest
+            .output(Exec { argv, ..Exec::default() }, limit)
+            .await
+            .unwrap_or_else(|error| panic!("{}", chain(&error)))
+    }
+
+    /// Runs a VM whose agent is not the first process, and stops it for ever: ports open, nobody answers.
+    pub(crate) async fn run_with_stopped_agent(&self, name: &str) {
+        let nics = usize::from(self.network.is_some());
+        let image = self.folder.path().join("init.tar");
+        image_with(&image, Some("#!/bin/busybox sh\nwhile :; do sleep 1000; done\n"));
+        self.engine.image_import("init", &[image]).await.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let spec = RunSpec {
+            name: name.into(),
+            image: "init".into(),
+            cpu: 1,
+            memory: 256 * MIB,
+            storage: 256 * MIB,
+            nics,
+        };
+        self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)));
+        self.sh(name, "(usleep 300000; kill -STOP $(pidof agent)) >/dev/null 2>&1 &").await;
+        tokio::time::sleep(Duration::from_secs(2)).await;
     }
 
     /// Everything that an engine may leave behind, as lines.
@@ -206,21 +234,59 @@ fn config(folder: &Path) -> EngineConfig {
 async fn opened(config: EngineConfig) -> Engine {
     let image = config.root_dir.with_file_name("tiny.tar");
     let engine = Engine::open(config, Arc::new(RealWorld)).await.unwrap();
-    tiny_image(&image);
+    image_with(&image, None);
     engine.image_import("tiny", &[image]).await.unwrap_or_else(|error| panic!("{}", chain(&error)));
     engine
 }
 
-/// A root file system with busybox and nothing else.
-fn tiny_image(tar: &Path) {
+/// A root file system with busybox and nothing else, but perhaps an init of its own.
+fn image_with(tar: &Path, init: Option<&str>) {
     let tree = tar.with_extension("tree");
-    for folder in ["bin", "dev", "etc", "proc", "sys", "tmp", "run", "var", "root"] {
+    for folder in ["bin", "sbin", "dev", "etc", "proc", "sys", "tmp", "run", "var", "root"] {
         std::fs::create_dir_all(tree.join(folder)).unwrap();
     }
-    std::fs::copy("/bin/busybox", tree.join("bin/busybox")).expect("busybox is missing: apt-get install busybox-static");
-    for applet in ["sh", "cat", "ls", "sync", "ip", "poweroff", "sleep", "dd", "md5sum"] {
+    std::fs::copy("/bin/busybox", tree.join("bin/busybox"))
+        .expect("busybox is missing: apt-get install busybox-static");
+    for applet in APPLETS {
         std::os::unix::fs::symlink("busybox", tree.join("bin").join(applet)).unwrap();
+    }
+    if let Some(script) = init {
+        std::fs::write(tree.join("sbin/init"), script).unwrap();
+        std::fs::set_permissions(tree.join("sbin/init"), PermissionsExt::from_mode(0o755)).unwrap();
     }
     let done = Command::new("tar").arg("-cf").arg(tar).arg("-C").arg(&tree).arg(".").status().unwrap();
     assert!(done.success());
+}
+
+const APPLETS: [&str; 18] = [
+    "sh", "cat", "ls", "sync", "ip", "sleep", "usleep", "dd", "md5sum", "seq", "cmp", "wc", "sed",
+    "hostname", "true", "kill", "pidof", "echo",
+];
+
+/// Starts a VM in another process and kills that process after `delay`.
+pub(crate) async fn killed_while_running(host: &Host, delay: Duration) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "runs_a_vm_for_another_test", "--nocapture"])
+        .env(INSIDE, "runs_a_vm_for_another_test")
+        .env(FOLDER, host.folder.path())
+        .spawn()
+        .unwrap();
+    tokio::time::sleep(delay).await;
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+/// The other process of [`killed_while_running`]; without its variable it does nothing.
+pub(crate) async fn run_for_another_test() {
+    let Some(folder) = std::env::var_os(FOLDER) else { return };
+    let engine = Engine::open(config(Path::new(&folder)), Arc::new(RealWorld)).await.unwrap();
+    let spec = RunSpec {
+        name: "vm-killed".into(),
+        image: "tiny".into(),
+        cpu: 1,
+        memory: 256 * MIB,
+        storage: 256 * MIB,
+        nics: 0,
+    };
+    let _ = engine.run(spec).await;
 }

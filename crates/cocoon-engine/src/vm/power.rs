@@ -1,0 +1,132 @@
+//! Start and stop of VMs that exist.
+//!
+//! Entry points: [`start`], [`stop`]. A start that fails leaves a stopped VM in state `error`.
+
+use std::time::Duration;
+
+use cocoon_guest::host::Exec;
+
+use super::{
+    Shared, blocking,
+    bring_up::{boot, finish},
+    capture, clone, guest, monitor, tear_down,
+};
+use crate::{
+    error::{BringUpError, ChangeError, Fault},
+    model::{Vm, VmState},
+    process::Process,
+    records::Record,
+};
+
+/// The agent's own way to end the guest in order.
+const AGENT_POWER_OFF: [&str; 2] = ["/run/cocoon/agent", "poweroff"];
+/// How long the agent may take to be reached before the power button alone is tried.
+const AGENT_LIMIT: Duration = Duration::from_secs(5);
+
+/// Cold start from the VM's own disk. Running is success; paused, the guest goes on; links that are
+/// still down are tried again.
+pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringUpError> {
+    let (mut record, _lock) = shared.lock_existing(reference).await?;
+    let name = record.vm.config.name.clone();
+    if record.vm.state == VmState::Creating {
+        return Err(BringUpError::Invalid(format!("VM {name} is still being created")));
+    }
+    if shared.process_of(&record).is_some() {
+        return go_on(shared, record).await;
+    }
+    shared.facts().await?;
+    tear_down::kill(shared, &record.vm.id, record.process).await?;
+    tear_down::unlink(shared, &record.vm.id).await?;
+    record.links_down = false;
+    match boot(shared, &mut record).await {
+        Ok(()) => finish(shared, record).await,
+        Err(error) => {
+            failed_start(shared, record).await;
+            Err(error)
+        }
+    }
+}
+
+async fn go_on(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
+    if record.vm.paused {
+        capture::let_go(shared, &mut record).await?;
+    }
+    if record.links_down {
+        clone::identify_again(shared, &mut record).await?;
+    }
+    record.vm.started_at = Some(shared.world.now());
+    shared.save(&mut record).await?;
+    Ok(shared.shown(record))
+}
+
+async fn failed_start(shared: &Shared, mut record: Record) {
+    let ended = tear_down::kill(shared, &record.vm.id, record.process).await;
+    let unlinked = tear_down::unlink(shared, &record.vm.id).await;
+    halted(shared, &mut record, VmState::Error);
+    let saved = shared.save(&mut record).await;
+    for error in [ended, unlinked, saved].into_iter().filter_map(Result::err) {
+        tracing::warn!(vm = %record.vm.config.name, %error, "cleaning up after a failed start");
+    }
+}
+
+/// Puts the end of a hypervisor into the record.
+pub(crate) fn halted(shared: &Shared, record: &mut Record, state: VmState) {
+    record.process = None;
+    record.ram = None;
+    record.links_down = false;
+    record.vm.warnings.clear();
+    record.vm.pid = 0;
+    record.vm.paused = false;
+    record.vm.state = state;
+    record.vm.stopped_at = Some(shared.world.now());
+    record.vm.transition_generation += 1;
+}
+
+/// Stops a VM: the guest's power button, then the end of the process.
+pub(crate) async fn stop(
+    shared: &Shared,
+    reference: &str,
+    force: bool,
+    limit: Duration,
+) -> Result<(), ChangeError> {
+    let (mut record, _lock) = shared.lock_existing(reference).await?;
+    let name = record.vm.config.name.clone();
+    if record.vm.state == VmState::Creating {
+        return Err(ChangeError::Invalid(format!("VM {name} is still being created")));
+    }
+    if let Some(process) = shared.process_of(&record) {
+        if !force
+            && !record.vm.paused
+            && let Err(error) = power_down(shared, &record, process, limit).await
+        {
+            tracing::info!(vm = %name, %error, "the guest did not power down by itself");
+        }
+    } else if matches!(record.vm.state, VmState::Stopped | VmState::Created | VmState::Error) {
+        return Ok(());
+    }
+    tear_down::kill(shared, &record.vm.id, record.process).await?;
+    tear_down::unlink(shared, &record.vm.id).await?;
+    halted(shared, &mut record, VmState::Stopped);
+    Ok(shared.save(&mut record).await?)
+}
+
+/// Asks the guest's agent and presses the power button, then waits for the hypervisor's end.
+async fn power_down(
+    shared: &Shared,
+    record: &Record,
+    process: Process,
+    limit: Duration,
+) -> Result<(), Fault> {
+    let (run, name) = (shared.run_folder(&record.vm.id), &record.vm.config.name);
+    // An agent that is the guest's first process ends the guest in order; it knows no power button.
+    let asking = guest::open(&run, false, limit.min(AGENT_LIMIT)).await;
+    if let Ok(open) = &asking {
+        let argv = AGENT_POWER_OFF.map(str::to_owned).to_vec();
+        // It answers only when it fails: kept open until the end, or there would be nobody to answer.
+        let _ = open.channel.exec(Exec { argv, ..Exec::default() }).await;
+    }
+    let mut qmp = super::connect(&run, name).await?;
+    let pressed = qmp.execute("system_powerdown", serde_json::json!({})).await;
+    pressed.map_err(|error| monitor(name, "power button", error))?;
+    blocking(&format!("the end of VM {name}"), move || process.wait(limit)).await
+}
