@@ -8,7 +8,7 @@ use std::io::{self, Read as _};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use futures::{StreamExt as _, TryStreamExt as _};
+use futures::{FutureExt as _, StreamExt as _, TryStreamExt as _};
 use tokio::{io::AsyncReadExt as _, sync::mpsc};
 
 use super::{
@@ -208,8 +208,12 @@ impl<'a> Source<'a> {
     ) -> Result<u64, PullError> {
         let ceiling =
             files.iter().filter(|file| file.encoded()).map(|file| file.ceiling).max().unwrap_or_default();
-        let decode = |piece| self.decoded(file, piece, ceiling);
-        let mut pieces = futures::stream::iter(&file.pieces).map(decode).buffered(window);
+        // Boxed, so that the whole future stays `Send` for callers that spawn it.
+        let mut decoded = Vec::with_capacity(file.pieces.len());
+        for piece in &file.pieces {
+            decoded.push(self.decoded(file, piece, ceiling).boxed());
+        }
+        let mut pieces = futures::stream::iter(decoded).buffered(window);
         let (ready, mut queue) = mpsc::channel::<Bytes>(1);
         let fetch = async move {
             while let Some(bytes) = pieces.try_next().await? {
