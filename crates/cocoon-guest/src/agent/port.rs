@@ -21,7 +21,7 @@ use std::{
 use rustix::event::{Timespec, epoll};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf, unix::AsyncFd},
-    time::sleep,
+    time::{Sleep, sleep},
 };
 
 use super::{
@@ -33,6 +33,8 @@ use crate::sys;
 
 /// Ports of one guest.
 pub(crate) const PORTS: usize = 4;
+/// How long a hang-up must last to be believed.
+const GRACE: Duration = Duration::from_millis(200);
 
 /// The device of a virtio-serial port by its name, once the kernel shows it.
 fn find(name: &str) -> Option<PathBuf> {
@@ -76,16 +78,20 @@ async fn run(mut link: Link<Port>, machine: &Arc<dyn Machine>) -> io::Error {
 }
 
 /// One open port.
+///
+/// Data and news of the host travel in different queues: the first bytes of a new host may be here before
+/// the kernel knows of it, and a host that came and went and came again may look gone for a moment. So a
+/// hang-up counts only when it has lasted for [`GRACE`].
 #[derive(Debug)]
 pub(crate) struct Port {
     file: File,
     set: AsyncFd<OwnedFd>,
     readable: bool,
     writable: bool,
-    /// The last event said that no host is connected.
-    hung_up: bool,
     /// Bytes have come since the last end of file, so the next one is news.
     connected: bool,
+    /// Runs while a connected host seems to have hung up.
+    grace: Option<Pin<Box<Sleep>>>,
 }
 
 impl Port {
@@ -96,25 +102,48 @@ impl Port {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
         epoll::add(&set, file.as_fd(), epoll::EventData::new_u64(0), flags)?;
         let set = sys::watch(set)?;
-        Ok(Self { file, set, readable: true, writable: true, hung_up: false, connected: false })
+        Ok(Self { file, set, readable: true, writable: true, connected: false, grace: None })
     }
 
-    /// Waits for news of the port.
-    fn poll_event(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    /// Waits for news of the port; true when the host has been gone for long enough.
+    fn poll_news(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         loop {
-            let mut guard = ready!(self.set.poll_read_ready(cx))?;
-            let mut events = Vec::with_capacity(1);
-            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            epoll::wait(guard.get_inner(), rustix::buffer::spare_capacity(&mut events), Some(&now))?;
-            guard.clear_ready();
-            let Some(event) = events.first() else { continue };
-            let flags = event.flags;
-            self.hung_up = flags.contains(epoll::EventFlags::HUP);
-            self.readable |= flags.intersects(epoll::EventFlags::IN | epoll::EventFlags::HUP);
-            self.writable |= flags.contains(epoll::EventFlags::OUT);
-            // The event may be for the other direction, which is polled by the same task.
-            cx.waker().wake_by_ref();
-            return Poll::Ready(Ok(()));
+            match self.set.poll_read_ready(cx)? {
+                Poll::Ready(mut guard) => {
+                    let mut events = Vec::with_capacity(1);
+                    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+                    epoll::wait(guard.get_inner(), rustix::buffer::spare_capacity(&mut events), Some(&now))?;
+                    guard.clear_ready();
+                    let Some(event) = events.first() else { continue };
+                    let flags = event.flags;
+                    self.note(flags);
+                    // The event may be for the other direction, which is polled by the same task.
+                    cx.waker().wake_by_ref();
+                    return Poll::Ready(Ok(false));
+                }
+                Poll::Pending => {
+                    let Some(grace) = &mut self.grace else { return Poll::Pending };
+                    ready!(grace.as_mut().poll(cx));
+                    return Poll::Ready(Ok(true));
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, flags: epoll::EventFlags) {
+        let gone = flags.contains(epoll::EventFlags::HUP);
+        self.readable |= gone || flags.contains(epoll::EventFlags::IN);
+        self.writable |= flags.contains(epoll::EventFlags::OUT);
+        if gone {
+            self.hung_up();
+        } else {
+            self.grace = None;
+        }
+    }
+
+    fn hung_up(&mut self) {
+        if self.connected && self.grace.is_none() {
+            self.grace = Some(Box::pin(sleep(GRACE)));
         }
     }
 }
@@ -125,18 +154,19 @@ impl AsyncRead for Port {
         let this = self.get_mut();
         loop {
             if !this.readable {
-                ready!(this.poll_event(cx))?;
+                if ready!(this.poll_news(cx))? {
+                    (this.connected, this.grace) = (false, None);
+                    return Poll::Ready(Ok(()));
+                }
                 continue;
             }
             match this.file.read(buf.initialize_unfilled()) {
                 Ok(0) => {
                     this.readable = false;
-                    if std::mem::take(&mut this.connected) {
-                        return Poll::Ready(Ok(()));
-                    }
+                    this.hung_up();
                 }
                 Ok(n) => {
-                    this.connected = true;
+                    (this.connected, this.grace) = (true, None);
                     buf.advance(n);
                     return Poll::Ready(Ok(()));
                 }
@@ -152,16 +182,10 @@ impl AsyncWrite for Port {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         loop {
-            if this.hung_up {
-                // What we know may be older than the host that is there now.
-                return match this.poll_event(cx) {
-                    Poll::Ready(Ok(())) => continue,
-                    Poll::Ready(error) => Poll::Ready(error.map(|()| 0)),
-                    Poll::Pending => Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
-                };
-            }
             if !this.writable {
-                ready!(this.poll_event(cx))?;
+                if ready!(this.poll_news(cx))? {
+                    return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+                }
                 continue;
             }
             match this.file.write(buf) {
