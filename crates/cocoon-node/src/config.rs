@@ -3,7 +3,7 @@
 //! Entry point: [`NodeConfig`]. Built by the caller (which reads `VK_*` and flags); nothing here reads
 //! the environment.
 
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
 use crate::planner::observation::Sizes;
 
@@ -19,7 +19,7 @@ pub struct Overrides {
 }
 
 /// The agent's configuration.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct NodeConfig {
     /// Node name (`VK_NODE_NAME`, `cocoon-pool`).
     pub name: String,
@@ -33,6 +33,9 @@ pub struct NodeConfig {
     pub address: Option<IpAddr>,
     /// Port of the kubelet API, as the node object tells it.
     pub kubelet_port: u16,
+    /// How the kubelet port shows itself and whose client certificates it takes
+    /// (`cocoon_kit::tls::server_config`); `None`: the port refuses every connection.
+    pub kubelet_tls: Option<Arc<rustls::ServerConfig>>,
     /// Users that may call the kubelet port (common names of client certificates).
     pub kubelet_users: Vec<String>,
     /// Groups that may (organisations of client certificates).
@@ -69,6 +72,7 @@ impl NodeConfig {
             provider_id: None,
             address: None,
             kubelet_port: 10250,
+            kubelet_tls: None,
             kubelet_users: vec!["cocoon-apiserver".to_owned()],
             kubelet_groups: vec!["system:masters".to_owned()],
             backends: contract.into_iter().map(|name| (name.to_owned(), "qemu".to_owned())).collect(),

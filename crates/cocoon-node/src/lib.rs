@@ -7,13 +7,25 @@
 //! - [`planner`]: the lifecycle as a pure function, observation → one step;
 //! - [`wish`], [`sizes`]: from a pod to what it asks for (pure);
 //! - [`view`], [`status`]: from an observation to what the pod shows (pure);
+//! - [`owner`]: one task a VM name, the only place that acts on that VM;
+//! - [`pods`]: list, watch, table, and the way to the owners;
+//! - [`cluster`], [`outbox`], [`events`]: what goes back to Kubernetes;
+//! - [`node`]: the node object and its lease;
+//! - [`kubelet`]: the port for logs and exec;
+//! - [`agent`]: [`Node`], all of it together.
 //!
 //! Invariants are those of design §4; where one is kept, its name (I1 … I9) is in a comment.
 
+pub mod agent;
 pub mod cluster;
 pub mod config;
+pub mod events;
+pub mod kubelet;
+pub mod node;
+pub mod outbox;
 pub mod owner;
 pub mod planner;
+pub mod pods;
 pub mod ports;
 pub mod reason;
 pub mod record;
@@ -21,3 +33,6 @@ pub mod sizes;
 pub mod status;
 pub mod view;
 pub mod wish;
+
+pub use agent::{Node, NodeError};
+pub use config::NodeConfig;

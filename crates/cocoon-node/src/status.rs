@@ -125,7 +125,8 @@ fn container(pod: &Pod, view: &View, now: Timestamp) -> Value {
             json!({"running": {"startedAt": time(since)}})
         }
         Container::Terminated { code, why } => {
-            let shown = old.and_then(|status| status.state.as_ref()?.terminated.as_ref()?.finished_at.as_ref());
+            let shown =
+                old.and_then(|status| status.state.as_ref()?.terminated.as_ref()?.finished_at.as_ref());
             let at = shown.map_or(now, |time| time.0);
             json!({"terminated": {"exitCode": code, "reason": why.reason.to_string(), "message": why.message,
                 "finishedAt": time(at), "startedAt": time(view.accepted.unwrap_or(at))}})

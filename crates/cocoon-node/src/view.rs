@@ -281,8 +281,7 @@ fn unmanaged(o: &Observation, wish: &Wish) -> View {
 /// A pod on its way out: not ready, and what it waits for is said.
 fn deleting(o: &Observation, view: &mut View) {
     let message = "the pod is being deleted and its VM with it";
-    view.not_ready =
-        Some(o.failure.clone().unwrap_or_else(|| Trouble::new(Reason::Terminating, message)));
+    view.not_ready = Some(o.failure.clone().unwrap_or_else(|| Trouble::new(Reason::Terminating, message)));
     let vm_gone = matches!(o.vm.known(), Some(None));
     let ending = matches!(o.record.as_ref().map(|r| &r.phase), Some(Phase::Deleting { .. }));
     if vm_gone && ending && o.failure.is_none() {

@@ -113,7 +113,10 @@ fn how(pod: &Pod, spec: &VmSpec) -> How {
         let (reason, why) = if spec.is_run() || !spec.fork_from.is_empty() {
             (Reason::SourceConflict, "excludes mode=run and fork-from; keep one of them")
         } else {
-            (Reason::NotSupported, "is not served by this release; import the folder and name the snapshot as image")
+            (
+                Reason::NotSupported,
+                "is not served by this release; import the folder and name the snapshot as image",
+            )
         };
         return How::Refused(Trouble::new(
             reason,
@@ -197,7 +200,8 @@ fn class_problem(pod: &Pod, config: &NodeConfig) -> Option<Trouble> {
         return None;
     }
     let ours = config.snapshot_class.as_deref().unwrap_or("none");
-    let message = format!("the pod wants snapshot class {wanted:?}, this node has {ours:?}; use a node of that class");
+    let message =
+        format!("the pod wants snapshot class {wanted:?}, this node has {ours:?}; use a node of that class");
     Some(Trouble::new(Reason::SnapshotClassMismatch, message))
 }
 

@@ -73,6 +73,20 @@ impl Directory {
         self.tables().owners.iter().map(|(name, inbox)| (name.clone(), Arc::clone(inbox))).collect()
     }
 
+    /// The owner whose record is about this pod incarnation.
+    #[must_use]
+    pub fn recorded(&self, uid: &str) -> Option<String> {
+        let tables = self.tables();
+        let mut owners = tables.owners.iter();
+        owners.find(|(_, inbox)| !uid.is_empty() && inbox.recorded().1 == uid).map(|(name, _)| name.clone())
+    }
+
+    /// Whether the owner record of `vm_name` names this namespace.
+    #[must_use]
+    pub fn is_of_namespace(&self, vm_name: &str, namespace: &str) -> bool {
+        self.tables().owners.get(vm_name).is_some_and(|inbox| inbox.recorded().0 == namespace)
+    }
+
     /// Asks the owner of `source` for its baseline.
     pub(super) fn ask_baseline(
         &self,
@@ -81,7 +95,8 @@ impl Directory {
     ) -> Result<tokio::sync::oneshot::Receiver<BaselineAnswer>, Trouble> {
         let inbox = self.tables().owners.get(source).cloned();
         let missing = || {
-            let message = format!("fork-from names VM {source}, which is not on this node; use its node or another VM");
+            let message =
+                format!("fork-from names VM {source}, which is not on this node; use its node or another VM");
             Trouble::new(Reason::ForkSourceUnavailable, message)
         };
         inbox.ok_or_else(missing)?.ask_baseline(namespace)
@@ -91,6 +106,12 @@ impl Directory {
     #[must_use]
     pub fn seat(&self, key: &PodKey) -> Option<Seat> {
         self.tables().seats.get(key).cloned()
+    }
+
+    /// Whether some pod's VM has this engine id.
+    #[must_use]
+    pub fn has_vm(&self, vm_id: &str) -> bool {
+        self.tables().seats.values().any(|seat| seat.vm_id == vm_id)
     }
 
     /// Notes where a pod's VM is.

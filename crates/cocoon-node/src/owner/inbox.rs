@@ -16,6 +16,7 @@ use crate::{
     planner::observation::Reach,
     ports::{SnapshotView, VmView},
     reason::{Reason, Trouble},
+    record::OwnerRecord,
 };
 
 /// Who waits for a baseline at once; more are refused.
@@ -57,7 +58,8 @@ struct State {
     accepted: u64,
     reach: Option<Reach>,
     askers: Vec<oneshot::Sender<BaselineAnswer>>,
-    namespace: String,
+    /// Namespace and UID of the owner record; empty without one.
+    recorded: (String, String),
 }
 
 /// The inbox of one owner.
@@ -122,7 +124,7 @@ impl Inbox {
         let refuse = |why: &str| Err(Trouble::new(Reason::ForkSourceUnavailable, why));
         let mut state = self.state();
         state.askers.retain(|asker| !asker.is_closed());
-        if state.namespace != namespace {
+        if state.recorded.0 != namespace {
             return refuse("the fork's source is not a VM of a pod in this namespace; set fork-from to one");
         }
         if state.askers.len() >= MAX_ASKERS {
@@ -135,9 +137,15 @@ impl Inbox {
         Ok(wait)
     }
 
-    /// Whose VM it is, so that forks of other namespaces can be refused.
-    pub(super) fn set_namespace(&self, namespace: &str) {
-        namespace.clone_into(&mut self.state().namespace);
+    /// Whose VM it is: forks of other namespaces are refused, and a pod finds the owner it had.
+    pub(super) fn set_record(&self, record: Option<&OwnerRecord>) {
+        self.state().recorded =
+            record.map(|record| (record.namespace.clone(), record.uid.clone())).unwrap_or_default();
+    }
+
+    /// Namespace and UID of the owner record; empty without one.
+    pub(super) fn recorded(&self) -> (String, String) {
+        self.state().recorded.clone()
     }
 
     /// Answers all who wait for the baseline.

@@ -22,7 +22,10 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    cluster::Cluster, config::NodeConfig, owner::{directory::Directory, inbox::Inbox}, ports::Ports,
+    cluster::Cluster,
+    config::NodeConfig,
+    owner::{directory::Directory, inbox::Inbox},
+    ports::Ports,
     record::OwnerRecord,
 };
 
@@ -41,6 +44,9 @@ pub struct Context {
     pub directory: Directory,
     /// Ends all owners at their next step.
     pub shutdown: CancellationToken,
+    /// Cancelled once the first complete list of pods was posted: no owner acts before that, because it
+    /// could take a pod that it has not heard of yet for a deleted one.
+    pub open: CancellationToken,
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -54,8 +60,8 @@ impl Context {
         cluster: Arc<dyn Cluster>,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
-        let (directory, tasks) = (Directory::default(), Mutex::default());
-        Arc::new(Self { config, ports, world, cluster, directory, shutdown, tasks })
+        let (directory, tasks, open) = (Directory::default(), Mutex::default(), CancellationToken::new());
+        Arc::new(Self { config, ports, world, cluster, directory, shutdown, open, tasks })
     }
 
     /// Posts to the owner of `vm_name`, starting it if there is none.
@@ -68,16 +74,21 @@ impl Context {
     /// Starts the owner that a record of a former run is about.
     pub fn recall(self: &Arc<Self>, record: OwnerRecord) {
         let vm_name = record.vm_name.clone();
-        if let Some(inbox) = self.directory.post(&vm_name, |inbox| inbox.set_namespace(&record.namespace)) {
+        if let Some(inbox) = self.directory.post(&vm_name, |inbox| inbox.set_record(Some(&record))) {
             self.start(&vm_name, inbox, Some(record));
         }
     }
 
     fn start(self: &Arc<Self>, vm_name: &str, inbox: Arc<Inbox>, record: Option<OwnerRecord>) {
         let owner = task::Owner::new(Arc::clone(self), vm_name.to_owned(), inbox, record);
+        self.spawn(owner.run());
+    }
+
+    /// Starts a task that ends with the owners.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         while tasks.try_join_next().is_some() {}
-        tasks.spawn(owner.run());
+        tasks.spawn(task);
     }
 
     /// Waits until all owners ended, at most the configured limit; then they are dropped where they are

@@ -67,7 +67,7 @@ pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) 
         }
         Step::PushHibernate(request) => push_hibernate(context, scene, request).await,
         Step::PushLatest(request) => {
-            let pushed = registry(context)?.push(request.clone()).await;
+            let pushed = registry(context)?.push(request.as_ref().clone()).await;
             named(pushed.map(Found::Text), Reason::DeleteSnapshotFailed)
         }
         Step::DropTag { digest, snapshot } => {
@@ -157,7 +157,8 @@ async fn ask_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Trou
     match tokio::time::timeout(limit, answer).await {
         Ok(Ok(answer)) => answer.map(|snapshot| Found::Snapshot(Some(snapshot))),
         Ok(Err(_)) | Err(_) => {
-            let message = format!("VM {source} gave no baseline within {} s; it is asked again", limit.as_secs());
+            let message =
+                format!("VM {source} gave no baseline within {} s; it is asked again", limit.as_secs());
             Err(Trouble::new(Reason::ForkSourceUnavailable, message))
         }
     }
@@ -178,7 +179,11 @@ async fn pull_import(context: &Arc<Context>, vm: &str, digest: &str) -> Result<F
 }
 
 /// A push while the guest is paused, cut off when the pause becomes too long.
-async fn push_hibernate(context: &Arc<Context>, scene: &Scene, request: &PushRequest) -> Result<Found, Trouble> {
+async fn push_hibernate(
+    context: &Arc<Context>,
+    scene: &Scene,
+    request: &PushRequest,
+) -> Result<Found, Trouble> {
     let push = registry(context)?.push(request.clone());
     match tokio::time::timeout(scene.pause_left, push).await {
         Ok(pushed) => named(pushed.map(Found::Text), Reason::HibernatePushFailed),

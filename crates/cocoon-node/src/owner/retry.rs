@@ -8,7 +8,7 @@ use cocoon_kit::{backoff::Backoff, world::World};
 use tokio::time::Instant;
 
 /// Engine calls a minute of a failing pod.
-pub const CALLS: usize = 5;
+pub(super) const CALLS: usize = 5;
 /// What the next attempt costs at least.
 const ATTEMPT: usize = 2;
 const WINDOW: Duration = Duration::from_secs(60);

@@ -16,7 +16,9 @@ use crate::{
         retry::Retry,
     },
     planner::{
-        PAUSE_LIMIT, Step, observation::{Cooling, Observation, PodKey, Seen, Wish}, pause_left, plan,
+        PAUSE_LIMIT, Step,
+        observation::{Cooling, Observation, PodKey, Seen, Wish},
+        pause_left, plan,
     },
     ports::VmPhase,
     reason::{Reason, Trouble},
@@ -75,6 +77,11 @@ impl Owner {
 
     pub(super) async fn run(mut self) {
         let shutdown = self.context.shutdown.clone();
+        tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return,
+            () = self.context.open.cancelled() => {}
+        }
         while !shutdown.is_cancelled() {
             self.look_around().await;
             let step = plan(&self.o);
@@ -84,7 +91,9 @@ impl Owner {
                 Step::Rest => self.sleep(None).await,
                 Step::Wait(limit) => self.sleep(Some(limit)).await,
                 // Trying again cannot help before the wish changes.
-                Step::Fail(trouble) if trouble.reason.is_final() && self.o.failure.as_ref() == Some(&trouble) => {
+                Step::Fail(trouble)
+                    if trouble.reason.is_final() && self.o.failure.as_ref() == Some(&trouble) =>
+                {
                     self.sleep(None).await;
                 }
                 Step::Fail(trouble) => self.failed(trouble, false),
@@ -114,7 +123,9 @@ impl Owner {
     }
 
     fn take_listed(&mut self) {
-        let Some(listed) = self.inbox.take_listed().filter(|listed| listed.asked > self.touched) else { return };
+        let Some(listed) = self.inbox.take_listed().filter(|listed| listed.asked > self.touched) else {
+            return;
+        };
         match (&self.o.vm, &listed.vm) {
             (Seen::Known(known), vm) if known == vm => {}
             // Gone from the list is not gone (I5): ask for it by name.
@@ -256,7 +267,9 @@ impl Owner {
 
     /// Pods that wait behind the head, or that may not have this name at all.
     async fn tend_bystanders(&mut self) {
-        let Some((key, uid)) = self.o.wish.as_ref().map(|wish| (wish.key.clone(), wish.uid.clone())) else { return };
+        let Some((key, uid)) = self.o.wish.as_ref().map(|wish| (wish.key.clone(), wish.uid.clone())) else {
+            return;
+        };
         for pod in self.pods.clone() {
             if pod.uid() == uid {
                 continue;
@@ -350,7 +363,8 @@ impl Owner {
             }
             // The id in the artifact is what was asked for, whatever id the store gave the copy.
             Step::PullImport { .. } => {
-                let expected = self.o.tag.known().and_then(|tag| tag.as_ref()).map(|tag| tag.snapshot_id.clone());
+                let expected =
+                    self.o.tag.known().and_then(|tag| tag.as_ref()).map(|tag| tag.snapshot_id.clone());
                 let found = match (found, expected) {
                     (Found::Snapshot(Some(mut snapshot)), Some(id)) => {
                         snapshot.id = id;
@@ -372,11 +386,17 @@ impl Owner {
         let entered = before != Some(std::mem::discriminant(&record.phase));
         let rolled_back = matches!(
             (&self.o.record.as_ref().map(|r| &r.phase), &record.phase),
-            (Some(Phase::RollingBack { .. } | Phase::Hibernating { .. }), Phase::Up | Phase::RollingBack { .. })
+            (
+                Some(Phase::RollingBack { .. } | Phase::Hibernating { .. }),
+                Phase::Up | Phase::RollingBack { .. }
+            )
         );
-        self.inbox.set_namespace(&record.namespace);
+        self.inbox.set_record(Some(record));
         self.o.record = Some(record.clone());
-        if entered && !rolled_back && !matches!(record.phase, Phase::Creating { .. } | Phase::Hibernating { .. }) {
+        if entered
+            && !rolled_back
+            && !matches!(record.phase, Phase::Creating { .. } | Phase::Hibernating { .. })
+        {
             self.start_over(matches!(record.phase, Phase::Deleting { .. }));
             self.announce(record);
         }
@@ -391,7 +411,9 @@ impl Owner {
             Phase::Up if record.woken_from.is_some() && !record.woken_ready => {
                 (Tone::Normal, Trouble::new(Reason::Woken, format!("VM {vm} is awake, id {}", record.vm_id)))
             }
-            Phase::Up => (Tone::Normal, Trouble::new(Reason::Created, format!("VM {vm} is up, id {}", record.vm_id))),
+            Phase::Up => {
+                (Tone::Normal, Trouble::new(Reason::Created, format!("VM {vm} is up, id {}", record.vm_id)))
+            }
             Phase::Hibernated { saved } => {
                 let message = format!("VM {vm} is saved as snapshot {} and removed", saved.snapshot);
                 (Tone::Normal, Trouble::new(Reason::Hibernated, message))
@@ -416,7 +438,7 @@ impl Owner {
         if let Some(record) = self.o.record.take() {
             self.inbox.forget(&record.uid);
         }
-        self.inbox.set_namespace("");
+        self.inbox.set_record(None);
         self.o = Observation { registry: self.o.registry, now: self.o.now, ..Observation::default() };
         self.shown = None;
         self.start_over(false);
@@ -508,7 +530,8 @@ fn superseded(step: &Step, wish: Option<&Wish>) -> bool {
 /// Why a pod that is not at the head waits.
 fn bystander(head: &PodKey, theirs: &PodKey, vm_name: &str) -> Trouble {
     if head == theirs {
-        let message = format!("VM {vm_name} still belongs to the former pod of this name, which is being ended");
+        let message =
+            format!("VM {vm_name} still belongs to the former pod of this name, which is being ended");
         return Trouble::new(Reason::Replacing, message);
     }
     let message = format!("VM name {vm_name} is in use by pod {head}; give this pod another name");

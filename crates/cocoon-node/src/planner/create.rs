@@ -187,12 +187,7 @@ fn create(
     }
 }
 
-fn restore(
-    o: &Observation,
-    wish: &Wish,
-    record: Option<&OwnerRecord>,
-    saved: Saved,
-) -> Result<Step, Step> {
+fn restore(o: &Observation, wish: &Wish, record: Option<&OwnerRecord>, saved: Saved) -> Result<Step, Step> {
     let resumed = record.is_some_and(|record| !matches!(record.phase, Phase::Creating { restore: None }));
     if !wish.restore_marked && !resumed {
         check_source(wish)?;
@@ -203,15 +198,14 @@ fn restore(
     if !same {
         return Ok(creating_note(o, wish, record, Some(saved)));
     }
-    Ok(Step::Clone(CloneRequest { name: wish.vm_name.clone(), snapshot: source.name.clone(), same_machine: true }))
+    Ok(Step::Clone(CloneRequest {
+        name: wish.vm_name.clone(),
+        snapshot: source.name.clone(),
+        same_machine: true,
+    }))
 }
 
-fn creating_note(
-    o: &Observation,
-    wish: &Wish,
-    record: Option<&OwnerRecord>,
-    restore: Option<Saved>,
-) -> Step {
+fn creating_note(o: &Observation, wish: &Wish, record: Option<&OwnerRecord>, restore: Option<Saved>) -> Step {
     let phase = Phase::Creating { restore };
     Step::Note(Box::new(match record {
         Some(record) => record.in_phase(phase),

@@ -122,7 +122,7 @@ fn save(
         }),
         (VmPhase::Paused, Some(id)) => Some(match &o.latest_now {
             Some(_) => with_capture(record, Some(id.clone()), true),
-            None => Step::PushLatest(latest(wish, record, id)),
+            None => Step::PushLatest(Box::new(latest(wish, record, id))),
         }),
         (VmPhase::Stopped | VmPhase::Creating, _) => None,
     }

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use crate::{
     planner::{
-        Look, PAUSE_LIMIT, Step, create, either, need, note, observation::{Observation, Wish},
+        Look, PAUSE_LIMIT, Step, create, either, need, note,
+        observation::{Observation, Wish},
         published_first, refuse_baseline, up,
     },
     ports::{Guard, PushRequest, VmPhase},
@@ -28,7 +29,12 @@ pub(super) fn hibernating(o: &Observation, wish: &Wish, record: &OwnerRecord) ->
     either(try_hibernating(o, wish, record, &round))
 }
 
-fn try_hibernating(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>) -> Result<Step, Step> {
+fn try_hibernating(
+    o: &Observation,
+    wish: &Wish,
+    record: &OwnerRecord,
+    round: &Round<'_>,
+) -> Result<Step, Step> {
     let Some(vm) = need(&o.vm, Look::Vm)? else { return removed(o, wish, record, round) };
     match vm.phase {
         VmPhase::Running => Ok(running(wish, record, round)),
@@ -94,7 +100,12 @@ pub fn pause_left(now: jiff::Timestamp, since: jiff::Timestamp) -> Duration {
 }
 
 /// Pushes the capture, notes that it is there (seen, not believed), then removes the VM.
-fn save_then_remove(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>) -> Result<Step, Step> {
+fn save_then_remove(
+    o: &Observation,
+    wish: &Wish,
+    record: &OwnerRecord,
+    round: &Round<'_>,
+) -> Result<Step, Step> {
     if round.pushed.is_some() {
         return Ok(Step::RemoveVm { blame: Reason::HibernateRemoveFailed });
     }
@@ -129,14 +140,14 @@ fn push(o: &Observation, wish: &Wish, record: &OwnerRecord, captured: &str) -> S
         );
         return Step::Fail(Trouble::new(Reason::HibernateSnapshotFailed, message));
     }
-    Step::PushHibernate(PushRequest {
+    Step::PushHibernate(Box::new(PushRequest {
         snapshot: captured.to_owned(),
         repository: wish.vm_name.clone(),
         tag: cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG.to_owned(),
         base_image: record.image.clone(),
         annotations: create::push_annotations(wish),
         guard: Guard::AbsentOr(record.written.iter().cloned().collect()),
-    })
+    }))
 }
 
 /// The VM is gone. Hibernated only if this round's snapshot is in place (I4).
@@ -176,11 +187,8 @@ fn try_rolling_back(o: &Observation, record: &OwnerRecord, pushed: &Saved) -> Re
         return Ok(note(record, round));
     };
     if vm.phase == VmPhase::Stopped {
-        let round = Phase::Hibernating {
-            captured: Some(pushed.snapshot.clone()),
-            pushed: None,
-            paused_at: None,
-        };
+        let round =
+            Phase::Hibernating { captured: Some(pushed.snapshot.clone()), pushed: None, paused_at: None };
         return Ok(note(record, round));
     }
     if let Some(digest) = &pushed.digest
@@ -223,9 +231,7 @@ fn try_hibernated(o: &Observation, wish: &Wish, record: &OwnerRecord, saved: &Sa
 /// The tag is gone while the pod is hibernated: put the local copy in its place, or say so loudly.
 fn missing(o: &Observation, wish: &Wish, record: &OwnerRecord, saved: &Saved) -> Result<Step, Step> {
     match need(&o.saved, Look::Saved)? {
-        Some(local) if local.id == saved.snapshot && o.registry => {
-            Ok(push(o, wish, record, &saved.snapshot))
-        }
+        Some(local) if local.id == saved.snapshot && o.registry => Ok(push(o, wish, record, &saved.snapshot)),
         _ => {
             let way_out = "restore the tag or delete the pod; it will not boot blank";
             Ok(Step::Fail(create::nothing_saved(wish, way_out)))

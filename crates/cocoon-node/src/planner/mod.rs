@@ -96,9 +96,9 @@ pub enum Step {
         blame: Reason,
     },
     /// Push to `:hibernate`; the owner cuts it off at the pause limit.
-    PushHibernate(PushRequest),
+    PushHibernate(Box<PushRequest>),
     /// Push to `:latest`.
-    PushLatest(PushRequest),
+    PushLatest(Box<PushRequest>),
     /// Empty `:hibernate` if it holds this.
     DropTag {
         /// Manifest digest.

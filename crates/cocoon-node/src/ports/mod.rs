@@ -217,11 +217,20 @@ pub trait Images: Send + Sync + fmt::Debug {
     async fn ensure(&self, image: &str, force: bool) -> PortResult<String>;
 }
 
+/// A command that runs in a guest.
+#[derive(Debug)]
+pub struct GuestSession {
+    /// Its streams.
+    pub session: ExecSession,
+    /// What the session needs to live: the channel it runs on.
+    pub keep: Arc<dyn std::any::Any + Send + Sync>,
+}
+
 /// The way into guests.
 #[async_trait]
 pub trait Guest: Send + Sync + fmt::Debug {
     /// Starts a command.
-    async fn exec(&self, vm: &str, exec: Exec) -> PortResult<ExecSession>;
+    async fn exec(&self, vm: &str, exec: Exec) -> PortResult<GuestSession>;
     /// The console log so far.
     async fn console(&self, vm: &str) -> PortResult<PathBuf>;
 }

@@ -1,0 +1,199 @@
+//! The kubelet port: pods, logs and exec for the API server, for nobody else.
+//!
+//! Entry point: [`Server::serve`]. A caller without an allowed client certificate gets 401 or 403 before
+//! the path is looked at. Invariants: connections, handshakes and log buffers are bounded (I9); an exec
+//! ends with its connection, and its exit code is never made up (I4).
+
+pub mod auth;
+mod exec;
+pub mod frames;
+mod logs;
+pub mod query;
+
+use std::{convert::Infallible, io, net, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
+use hyper::body::Incoming;
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo},
+    server::conn::auto::Builder,
+};
+use tokio::{net::TcpListener, net::TcpStream, sync::Semaphore, task::JoinSet};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+use self::auth::{Caller, Verdict};
+use crate::{
+    owner::{Context, directory::Seat},
+    planner::observation::PodKey,
+    pods::table::PodTable,
+};
+
+const CONNECTIONS: usize = 512;
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// A body of this server.
+pub(crate) type Body = UnsyncBoxBody<Bytes, Infallible>;
+
+/// The kubelet port of one agent. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Server {
+    context: Arc<Context>,
+    table: Arc<PodTable>,
+}
+
+/// A plain text answer.
+pub(crate) fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
+    let mut text = text.into();
+    text.push('\n');
+    let body = Full::new(Bytes::from(text)).boxed_unsync();
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    let plain = header::HeaderValue::from_static("text/plain; charset=utf-8");
+    response.headers_mut().insert(header::CONTENT_TYPE, plain);
+    response
+}
+
+impl Server {
+    /// A server that answers for these owners and pods.
+    #[must_use]
+    pub const fn new(context: Arc<Context>, table: Arc<PodTable>) -> Self {
+        Self { context, table }
+    }
+
+    /// Serves until `shutdown`. An error: the port cannot be used.
+    pub async fn serve(self, listener: net::TcpListener, shutdown: CancellationToken) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        let listener = TcpListener::from_std(listener)?;
+        let permits = Arc::new(Semaphore::new(CONNECTIONS));
+        let mut connections = JoinSet::new();
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                () = shutdown.cancelled() => break,
+                accepted = listener.accept() => accepted,
+            };
+            while connections.try_join_next().is_some() {}
+            match accepted {
+                Ok((stream, _)) => {
+                    let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else { continue };
+                    let server = self.clone();
+                    connections.spawn(async move {
+                        server.connection(stream).await;
+                        drop(permit);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(error = %error, "kubelet port");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+        connections.shutdown().await;
+        Ok(())
+    }
+
+    async fn connection(self, stream: TcpStream) {
+        let Some(config) = self.context.config.kubelet_tls.clone() else { return };
+        let _ = stream.set_nodelay(true);
+        let handshake = TlsAcceptor::from(config).accept(stream);
+        let Ok(Ok(tls)) = tokio::time::timeout(HANDSHAKE, handshake).await else { return };
+        let certificate = tls.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+        let caller = Arc::new(certificate.and_then(|certificate| Caller::of(certificate)));
+        let service = hyper::service::service_fn(move |request| {
+            let (server, caller) = (self.clone(), Arc::clone(&caller));
+            async move { Ok::<_, Infallible>(server.answer(caller.as_ref().as_ref(), request).await) }
+        });
+        let mut http = Builder::new(TokioExecutor::new());
+        http.http1().timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(HANDSHAKE);
+        if let Err(error) = http.serve_connection_with_upgrades(TokioIo::new(tls), service).await {
+            tracing::debug!(error, "kubelet connection ended");
+        }
+    }
+
+    async fn answer(&self, caller: Option<&Caller>, request: Request<Incoming>) -> Response<Body> {
+        match auth::judge(caller, &self.context.config) {
+            Verdict::Allowed => self.route(request).await,
+            Verdict::Unknown => text(
+                StatusCode::UNAUTHORIZED,
+                "Unauthorized: show a client certificate of the cluster's authority",
+            ),
+            Verdict::Forbidden(name) => {
+                text(StatusCode::FORBIDDEN, format!("Forbidden: user {name:?} may not use the kubelet port"))
+            }
+        }
+    }
+
+    async fn route(&self, request: Request<Incoming>) -> Response<Body> {
+        let path = request.uri().path().to_owned();
+        let parts: Vec<&str> = path.split('/').skip(1).collect();
+        let reading = request.method() == Method::GET;
+        match parts.as_slice() {
+            ["healthz"] if reading => text(StatusCode::OK, "ok"),
+            ["pods"] if reading => self.pods(false),
+            ["runningpods" | "runningpods/"] | ["runningpods", ""] if reading => self.pods(true),
+            ["containerLogs", namespace, pod, container] if reading => {
+                match self.seat(namespace, pod, container) {
+                    Ok(seat) => {
+                        logs::serve(&self.context, &seat, request.uri().query().unwrap_or_default()).await
+                    }
+                    Err(refusal) => *refusal,
+                }
+            }
+            ["exec", namespace, pod, container] | ["exec", namespace, pod, _, container]
+                if reading || request.method() == Method::POST =>
+            {
+                match self.seat(namespace, pod, container) {
+                    Ok(seat) => exec::serve(&self.context, seat, request),
+                    Err(refusal) => *refusal,
+                }
+            }
+            [
+                "attach" | "portForward" | "run" | "stats" | "metrics" | "logs" | "configz" | "debug"
+                | "checkpoint",
+                ..,
+            ] => text(
+                StatusCode::NOT_IMPLEMENTED,
+                format!("{path} is not served by this release of cocoon node"),
+            ),
+            ["healthz" | "pods" | "runningpods" | "containerLogs" | "exec", ..] if !reading => {
+                text(StatusCode::METHOD_NOT_ALLOWED, format!("{} is not allowed on {path}", request.method()))
+            }
+            _ => text(StatusCode::NOT_FOUND, format!("{path} is not a path of the kubelet port")),
+        }
+    }
+
+    fn pods(&self, running: bool) -> Response<Body> {
+        let seated = |pod: &k8s_openapi::api::core::v1::Pod| {
+            self.context.directory.seat(&crate::wish::key(pod)).is_some_and(|seat| seat.running)
+        };
+        let mut pods = self.table.all();
+        pods.retain(|pod| !running || seated(pod));
+        let list = serde_json::json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods});
+        let body = Full::new(Bytes::from(list.to_string())).boxed_unsync();
+        let mut response = Response::new(body);
+        let json = header::HeaderValue::from_static("application/json");
+        response.headers_mut().insert(header::CONTENT_TYPE, json);
+        response
+    }
+
+    /// The seat of a pod's only container.
+    fn seat(&self, namespace: &str, pod: &str, container: &str) -> Result<Seat, Box<Response<Body>>> {
+        let key = PodKey { namespace: namespace.to_owned(), name: pod.to_owned() };
+        let missing = |what: String| Box::new(text(StatusCode::NOT_FOUND, what));
+        let seat = self.context.directory.seat(&key);
+        let seat = seat.ok_or_else(|| missing(format!("pod {key} has no VM on this node")))?;
+        let found = self.table.get(&seat.uid);
+        let only =
+            found.as_ref().and_then(|pod| pod.spec.as_ref()?.containers.first().map(|c| c.name.as_str()));
+        if only != Some(container) {
+            let name = only.unwrap_or_default();
+            return Err(missing(format!(
+                "pod {key} has one container, {name:?}, and none named {container:?}"
+            )));
+        }
+        Ok(seat)
+    }
+}

@@ -1,0 +1,182 @@
+//! The node object and its lease: registered, kept right, healed after foreign edits and deletions.
+//!
+//! Entry point: [`Registrar::run`]. Every interval it reads node and lease and writes what is wrong, so
+//! any edit by somebody else lasts at most one interval.
+
+pub mod object;
+
+use std::{
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use cocoon_kit::world::World;
+use k8s_openapi::{
+    api::{
+        coordination::v1::{Lease, LeaseSpec},
+        core::v1::Node,
+    },
+    apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference},
+};
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams, PostParams},
+};
+use tokio_util::sync::CancellationToken;
+
+use self::object::Facts;
+use crate::{config::NodeConfig, ports::Host};
+
+/// Between two looks at node and lease.
+pub const INTERVAL: Duration = Duration::from_secs(10);
+/// After a failure.
+const AGAIN: Duration = Duration::from_secs(2);
+const LEASE_SECONDS: i32 = 40;
+const LEASES: &str = "kube-node-lease";
+
+/// What the poller knows about the engine.
+#[derive(Debug, Default)]
+pub struct Health {
+    fault: Mutex<Option<String>>,
+}
+
+impl Health {
+    /// Notes whether the engine answered.
+    pub fn note(&self, fault: Option<String>) {
+        *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.fault.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Keeps node and lease.
+#[derive(Clone)]
+pub struct Registrar {
+    nodes: Api<Node>,
+    leases: Api<Lease>,
+    config: NodeConfig,
+    host: Arc<dyn Host>,
+    health: Arc<Health>,
+    world: Arc<dyn World>,
+    address: IpAddr,
+}
+
+impl std::fmt::Debug for Registrar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registrar").field("node", &self.config.name).finish_non_exhaustive()
+    }
+}
+
+impl Registrar {
+    /// A registrar of the node that `config` names.
+    #[must_use]
+    pub fn new(
+        client: Client,
+        config: NodeConfig,
+        host: Arc<dyn Host>,
+        health: Arc<Health>,
+        world: Arc<dyn World>,
+        address: IpAddr,
+    ) -> Self {
+        let nodes = Api::all(client.clone());
+        let leases = Api::namespaced(client, LEASES);
+        Self { nodes, leases, config, host, health, world, address }
+    }
+
+    /// Until `shutdown`.
+    pub async fn run(self, shutdown: CancellationToken) {
+        loop {
+            let pause = match self.once().await {
+                Ok(()) => INTERVAL,
+                Err(error) => {
+                    tracing::warn!(node = self.config.name, error = %error, "node or lease not written");
+                    AGAIN
+                }
+            };
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled() => return,
+                () = tokio::time::sleep(pause) => {}
+            }
+        }
+    }
+
+    /// One look at node and lease, with what it takes to put them right.
+    pub async fn once(&self) -> kube::Result<()> {
+        let node = self.node().await?;
+        self.lease(&node).await
+    }
+
+    async fn node(&self) -> kube::Result<Node> {
+        let (name, params) = (self.config.name.as_str(), PatchParams::default());
+        let mut node = match self.nodes.get_opt(name).await? {
+            Some(node) => node,
+            None => self.create().await?,
+        };
+        if let Some(patch) = object::main_patch(&node, &self.config) {
+            node = self.nodes.patch(name, &params, &Patch::Merge(patch)).await?;
+        }
+        let facts = self.facts().await;
+        if let Some(patch) = object::status_patch(&node, &self.config, &facts, self.world.now()) {
+            node = self.nodes.patch_status(name, &params, &Patch::Merge(patch)).await?;
+        }
+        Ok(node)
+    }
+
+    async fn create(&self) -> kube::Result<Node> {
+        let node: Node =
+            serde_json::from_value(object::new(&self.config)).map_err(kube::Error::SerdeError)?;
+        self.nodes.create(&PostParams::default(), &node).await
+    }
+
+    async fn facts(&self) -> Facts {
+        Facts {
+            host: self.host.view().await,
+            used_by_vms: 0,
+            engine_fault: self.health.fault(),
+            address: self.address.to_string(),
+        }
+    }
+
+    async fn lease(&self, node: &Node) -> kube::Result<()> {
+        let name = self.config.name.as_str();
+        let fresh = self.fresh_lease(node);
+        match self.leases.get_opt(name).await? {
+            None => self.leases.create(&PostParams::default(), &fresh).await.map(drop),
+            Some(found) => {
+                let version = found.metadata.resource_version;
+                let metadata = ObjectMeta { resource_version: version, ..fresh.metadata };
+                let lease = Lease { metadata, spec: fresh.spec };
+                self.leases.replace(name, &PostParams::default(), &lease).await.map(drop)
+            }
+        }
+    }
+
+    fn fresh_lease(&self, node: &Node) -> Lease {
+        let owner = OwnerReference {
+            api_version: "v1".to_owned(),
+            kind: "Node".to_owned(),
+            name: self.config.name.clone(),
+            uid: node.metadata.uid.clone().unwrap_or_default(),
+            ..OwnerReference::default()
+        };
+        Lease {
+            metadata: ObjectMeta {
+                name: Some(self.config.name.clone()),
+                namespace: Some(LEASES.to_owned()),
+                owner_references: Some(vec![owner]),
+                ..ObjectMeta::default()
+            },
+            spec: Some(LeaseSpec {
+                holder_identity: Some(self.config.name.clone()),
+                lease_duration_seconds: Some(LEASE_SECONDS),
+                renew_time: Some(MicroTime(self.world.now())),
+                ..LeaseSpec::default()
+            }),
+            ..Lease::default()
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! VMs and local snapshots, by our own engine in this process.
+
+use async_trait::async_trait;
+use cocoon_engine::{
+    engine::Engine,
+    error::{BringUpError, ChangeError, LookupError},
+    model::{CloneIdentity, CloneSpec, RunSpec, Snapshot, Vm, VmState},
+};
+
+use crate::{
+    ports::{CloneRequest, PortError, PortResult, RunRequest, SnapshotView, Snapshots, VmPhase, VmView, Vms},
+    reason::Reason,
+};
+
+/// The engine as a port.
+#[derive(Debug, Clone)]
+pub struct EnginePort {
+    engine: Engine,
+}
+
+impl EnginePort {
+    /// The port of this engine.
+    #[must_use]
+    pub const fn new(engine: Engine) -> Self {
+        Self { engine }
+    }
+}
+
+#[async_trait]
+impl Vms for EnginePort {
+    async fn list(&self) -> PortResult<Vec<VmView>> {
+        let vms = self.engine.list().await.map_err(|error| lookup("listing VMs", error))?;
+        Ok(vms.into_iter().map(vm_view).collect())
+    }
+
+    async fn inspect(&self, vm: &str) -> PortResult<Option<VmView>> {
+        match self.engine.inspect(vm).await {
+            // A name must not be found as the prefix of somebody's id.
+            Ok(found) if found.config.name == vm || found.id == vm => Ok(Some(vm_view(found))),
+            Ok(_) | Err(LookupError::VmNotFound(_)) => Ok(None),
+            Err(error) => Err(lookup(&format!("inspecting VM {vm}"), error)),
+        }
+    }
+
+    async fn run(&self, request: RunRequest) -> PortResult<VmView> {
+        let what = format!("booting VM {} from {}", request.name, request.image);
+        let RunRequest { name, image, cpu, memory, storage } = request;
+        let spec = RunSpec { name, image, cpu, memory, storage, nics: self.nics() };
+        self.engine.run(spec).await.map(vm_view).map_err(|error| bring_up(what, error))
+    }
+
+    async fn clone_vm(&self, request: CloneRequest) -> PortResult<VmView> {
+        let what = format!("cloning VM {} from snapshot {}", request.name, request.snapshot);
+        let identity = if request.same_machine { CloneIdentity::Same } else { CloneIdentity::New };
+        let spec = CloneSpec { name: request.name, snapshot: request.snapshot, identity };
+        self.engine.clone_vm(spec).await.map(vm_view).map_err(|error| bring_up(what, error))
+    }
+
+    async fn start(&self, vm: &str) -> PortResult<VmView> {
+        let started = self.engine.start(vm).await;
+        started.map(vm_view).map_err(|error| bring_up(format!("starting VM {vm}"), error))
+    }
+
+    async fn remove(&self, vm: &str) -> PortResult<()> {
+        match self.engine.remove(vm, true).await {
+            Ok(()) | Err(ChangeError::Lookup(LookupError::VmNotFound(_))) => Ok(()),
+            Err(error) => Err(change(format!("removing VM {vm}"), error)),
+        }
+    }
+
+    async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
+        let taken = self.engine.capture(vm, name).await;
+        taken.map(snapshot_view).map_err(|error| change(format!("capturing VM {vm}"), error))
+    }
+
+    async fn save(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
+        let saved = self.engine.save(vm, name, "").await;
+        saved.map(snapshot_view).map_err(|error| change(format!("saving VM {vm} as {name}"), error))
+    }
+
+    async fn resume(&self, vm: &str) -> PortResult<()> {
+        self.engine.resume(vm).await.map_err(|error| change(format!("resuming VM {vm}"), error))
+    }
+}
+
+impl EnginePort {
+    fn nics(&self) -> usize {
+        usize::from(self.engine.config().network.is_some())
+    }
+}
+
+#[async_trait]
+impl Snapshots for EnginePort {
+    async fn get(&self, name: &str) -> PortResult<Option<SnapshotView>> {
+        match self.engine.snapshot(name).await {
+            Ok(found) if found.envelope.name == name => Ok(Some(snapshot_view(found))),
+            Ok(_) | Err(LookupError::SnapshotNotFound(_)) => Ok(None),
+            Err(error) => Err(lookup(&format!("looking for snapshot {name}"), error)),
+        }
+    }
+
+    async fn remove(&self, name: &str) -> PortResult<()> {
+        if Snapshots::get(self, name).await?.is_none() {
+            return Ok(());
+        }
+        match self.engine.snapshot_remove(name).await {
+            Ok(()) | Err(LookupError::SnapshotNotFound(_)) => Ok(()),
+            Err(error) => Err(lookup(&format!("removing snapshot {name}"), error)),
+        }
+    }
+}
+
+fn vm_view(vm: Vm) -> VmView {
+    let phase = match (vm.state, vm.paused) {
+        (VmState::Creating, _) => VmPhase::Creating,
+        (VmState::Running, true) => VmPhase::Paused,
+        (VmState::Running, false) => VmPhase::Running,
+        (VmState::Created | VmState::Stopped | VmState::Error | VmState::Stale, _) => VmPhase::Stopped,
+    };
+    VmView {
+        id: vm.id,
+        name: vm.config.name,
+        phase,
+        pid: vm.pid,
+        macs: vm.network_configs.into_iter().map(|nic| nic.mac.to_lowercase()).collect(),
+        hypervisor: hypervisor_word(&vm.hypervisor),
+    }
+}
+
+/// The contract's word for a hypervisor.
+fn hypervisor_word(hypervisor: &cocoon_engine::model::Hypervisor) -> String {
+    serde_json::to_value(hypervisor)
+        .ok()
+        .and_then(|value| value.as_str().map(str::to_owned))
+        .unwrap_or_default()
+}
+
+/// A snapshot of the engine as the planner sees it.
+pub(super) fn snapshot_view(snapshot: Snapshot) -> SnapshotView {
+    let envelope = snapshot.envelope;
+    SnapshotView { id: envelope.id, name: envelope.name, hypervisor: envelope.hypervisor }
+}
+
+/// A failed look-up.
+pub(super) fn lookup(what: &str, error: LookupError) -> PortError {
+    PortError::caused(Reason::EngineUnavailable, what, error)
+}
+
+fn bring_up(what: String, error: BringUpError) -> PortError {
+    let reason = match &error {
+        BringUpError::ImageNotResolved(_) | BringUpError::Lookup(LookupError::ImageNotFound(_)) => {
+            Reason::ImageNotFound
+        }
+        BringUpError::Lookup(LookupError::SnapshotNotFound(_)) => Reason::SnapshotNotFound,
+        BringUpError::SnapshotIncompatible { .. } => Reason::SnapshotIncompatible,
+        BringUpError::GuestSilent { .. } => Reason::GuestSilent,
+        BringUpError::HostMissing { .. } => Reason::HostMissing,
+        _ if is_disk_full(&error) => Reason::DiskFull,
+        _ => Reason::CreateFailed,
+    };
+    PortError::caused(reason, what, error)
+}
+
+/// A failed change.
+pub(super) fn change(what: String, error: ChangeError) -> PortError {
+    let reason = match &error {
+        ChangeError::DiskFull { .. } => Reason::DiskFull,
+        _ if is_disk_full(&error) => Reason::DiskFull,
+        _ => Reason::EngineUnavailable,
+    };
+    PortError::caused(reason, what, error)
+}
+
+/// Whether the cause of causes is a full disk.
+pub(super) fn is_disk_full(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::StorageFull)
+        {
+            return true;
+        }
+        next = error.source();
+    }
+    false
+}
