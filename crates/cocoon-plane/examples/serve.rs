@@ -38,8 +38,10 @@ async fn main() -> Result<(), Failure> {
         stop.cancel();
     });
     let config = tls::server_config(&server, authority.certificate())?;
-    let (served, ()) =
-        tokio::join!(plane.serve(listener, config, shutdown.clone()), plane.run_controllers(shutdown.clone()));
+    let (served, ()) = tokio::join!(
+        plane.serve(listener, config, shutdown.clone()),
+        plane.run_controllers(shutdown.clone())
+    );
     Ok(served?)
 }
 

@@ -18,7 +18,8 @@ pub(crate) fn certificate_user(certificate: &CertificateDer<'_>) -> Option<User>
     let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
     let subject = certificate.subject();
     let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
-    let groups = subject.iter_organization().filter_map(|group| group.as_str().ok()).map(Into::into).collect();
+    let groups =
+        subject.iter_organization().filter_map(|group| group.as_str().ok()).map(Into::into).collect();
     (!name.is_empty()).then(|| known(User { name, groups }))
 }
 

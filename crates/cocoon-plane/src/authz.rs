@@ -9,8 +9,11 @@ use crate::{
     http::{params::Params, path::Address},
     objects::Objects,
     plane::User,
-    resources,
+    resources::{self, Kind},
 };
+
+/// Group of users who may do everything.
+const MASTERS: &str = "system:masters";
 
 /// What somebody wants to do.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -53,7 +56,11 @@ impl Attributes {
         } else {
             format!("in the namespace \"{}\"", self.namespace)
         };
-        let full = if self.group.is_empty() { self.resource.clone() } else { format!("{}.{}", self.resource, self.group) };
+        let full = if self.group.is_empty() {
+            self.resource.clone()
+        } else {
+            format!("{}.{}", self.resource, self.group)
+        };
         let name = if self.name.is_empty() { String::new() } else { format!(" \"{}\"", self.name) };
         let message = format!(
             "{full}{name} is forbidden: User \"{}\" cannot {} resource \"{resource}\" in API group \"{}\" {scope}",
@@ -65,18 +72,34 @@ impl Attributes {
 
 /// `Ok` if `user` may.
 pub(crate) fn check(user: &User, attributes: &Attributes, objects: &Objects) -> Result<(), ApiError> {
-    let member = |group: &str| user.groups.iter().any(|own| own == group);
-    if member("system:masters") || (attributes.resource.is_empty() && attributes.verb == "get") {
+    let master = user.groups.iter().any(|group| group == MASTERS);
+    if master || (attributes.resource.is_empty() && attributes.verb == "get") {
         return Ok(());
     }
     if attributes.verb == "create" && attributes.resource.starts_with("selfsubject") {
         return Ok(());
     }
-    let node = user.name.strip_prefix("system:node:").filter(|name| !name.is_empty() && member("system:nodes"));
-    match node {
+    match own_node(user) {
         Some(node) if node_may(node, attributes, |namespace, pod| node_of(objects, namespace, pod)) => Ok(()),
         _ => Err(attributes.refusal(user)),
     }
+}
+
+/// A node makes its own node object and lease only. The name of a create stands in its body.
+pub(crate) fn check_created(user: &User, kind: &Kind, name: &str) -> Result<(), ApiError> {
+    let Some(node) = own_node(user) else { return Ok(()) };
+    if matches!(kind.table, "nodes" | "leases.coordination.k8s.io") && name != node {
+        let why = format!("node \"{node}\" may create this only under its own name");
+        return Err(ApiError::forbidden(kind, name, &why));
+    }
+    Ok(())
+}
+
+/// The node that `user` is, unless he may do everything anyway.
+fn own_node(user: &User) -> Option<&str> {
+    let member = |group: &str| user.groups.iter().any(|own| own == group);
+    let name = user.name.strip_prefix("system:node:").filter(|name| !name.is_empty())?;
+    (member("system:nodes") && !member(MASTERS)).then_some(name)
 }
 
 fn node_of(objects: &Objects, namespace: &str, name: &str) -> Option<String> {
@@ -91,20 +114,22 @@ fn node_may(node: &str, a: &Attributes, bound_to: impl Fn(&str, &str) -> Option<
     match (a.group.as_str(), a.resource.as_str(), a.subresource.as_str()) {
         ("", "pods", "") if matches!(verb, "list" | "watch") => a.node.as_deref() == Some(node),
         ("", "pods", "" | "status") => {
-            let known = matches!(verb, "get" | "update" | "patch") || (verb == "delete" && a.subresource.is_empty());
+            let known =
+                matches!(verb, "get" | "update" | "patch") || (verb == "delete" && a.subresource.is_empty());
             // A pod that is gone is told 404 rather than 403.
             known && bound_to(&a.namespace, &a.name).is_none_or(|bound| bound == node)
         }
         // The name of a create stands in the body; the object's own rules hold there.
         ("", "nodes", "") if verb == "create" => true,
-        ("", "nodes", "" | "status") => own_name && matches!(verb, "get" | "list" | "watch" | "update" | "patch"),
+        ("", "nodes", "" | "status") => {
+            own_name && matches!(verb, "get" | "list" | "watch" | "update" | "patch")
+        }
         ("coordination.k8s.io", "leases", "") if a.namespace == "kube-node-lease" => {
             verb == "create" || (own_name && matches!(verb, "get" | "update" | "patch" | "delete"))
         }
         ("" | "events.k8s.io", "events", "") => matches!(verb, "create" | "patch" | "update"),
-        ("authentication.k8s.io", "tokenreviews", "") | ("authorization.k8s.io", "subjectaccessreviews", "") => {
-            verb == "create"
-        }
+        ("authentication.k8s.io", "tokenreviews", "")
+        | ("authorization.k8s.io", "subjectaccessreviews", "") => verb == "create",
         ("", "namespaces", "") => verb == "get",
         _ => false,
     }
@@ -162,7 +187,11 @@ mod tests {
             ("get", "secrets", "a", "s", None, false),
             ("list", "namespaces", "", "", None, false),
         ] {
-            assert_eq!(may(verb, resource, namespace, name, node), wanted, "{verb} {resource} {namespace}/{name}");
+            assert_eq!(
+                may(verb, resource, namespace, name, node),
+                wanted,
+                "{verb} {resource} {namespace}/{name}"
+            );
         }
     }
 }

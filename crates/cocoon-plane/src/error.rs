@@ -23,7 +23,8 @@ pub(crate) struct Causes(pub(crate) Vec<Cause>);
 
 impl Causes {
     pub(crate) fn required(&mut self, field: impl Into<String>, hint: &str) {
-        let message = if hint.is_empty() { "Required value".into() } else { format!("Required value: {hint}") };
+        let message =
+            if hint.is_empty() { "Required value".into() } else { format!("Required value: {hint}") };
         self.0.push(Cause { reason: "FieldValueRequired", field: field.into(), message });
     }
 
@@ -80,8 +81,11 @@ impl ApiError {
     }
 
     pub(crate) fn not_found(kind: &Kind, name: &str) -> Self {
-        Self::new(404, "NotFound", format!("{} \"{name}\" not found", kind.qualified()))
-            .with(about(kind, kind.plural, name))
+        Self::new(404, "NotFound", format!("{} \"{name}\" not found", kind.qualified())).with(about(
+            kind,
+            kind.plural,
+            name,
+        ))
     }
 
     pub(crate) fn no_path() -> Self {
@@ -114,7 +118,8 @@ impl ApiError {
             .iter()
             .map(|c| json!({ "reason": c.reason, "message": c.message, "field": c.field }))
             .collect();
-        Self::new(422, "Invalid", format!("{} \"{name}\" is invalid: {text}", kind.kind_group())).with(details)
+        Self::new(422, "Invalid", format!("{} \"{name}\" is invalid: {text}", kind.kind_group()))
+            .with(details)
     }
 
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
@@ -131,12 +136,12 @@ impl ApiError {
     }
 
     pub(crate) fn terminating(kind: &Kind, name: &str, namespace: &str) -> Self {
-        let why = format!("unable to create new content in namespace {namespace} because it is being terminated");
+        let why =
+            format!("unable to create new content in namespace {namespace} because it is being terminated");
         let mut error = Self::forbidden(kind, name, &why);
         if let Some(details) = &mut error.details {
             let message = format!("namespace {namespace} is being terminated");
-            details["causes"] =
-                json!([{ "reason": "NamespaceTerminating", "message": message, "field": "metadata.namespace" }]);
+            details["causes"] = json!([{ "reason": "NamespaceTerminating", "message": message, "field": "metadata.namespace" }]);
         }
         error
     }

@@ -31,6 +31,8 @@ pub(crate) fn parse(content_type: &str, body: &[u8]) -> Result<(Value, Vec<Strin
             let value = Twice { path: String::new(), found: &mut complaints }.deserialize(&mut reader);
             value.and_then(|value| reader.end().map(|()| value)).map_err(unreadable)?
         }
+        "application/vnd.kubernetes.protobuf" => crate::proto::decode(body)
+            .map_err(|error| ApiError::new(415, "UnsupportedMediaType", error.to_string()))?,
         "application/yaml" => serde_yaml_ng::from_slice(body).map_err(unreadable)?,
         other => {
             let message = format!(
@@ -170,7 +172,8 @@ mod tests {
 
     #[test]
     fn a_field_given_twice_is_reported_and_the_last_one_counts() {
-        let (value, complaints) = parse("application/json", br#"{"a":{"b":1,"b":2},"c":[{"d":1,"d":1}]}"#).unwrap();
+        let (value, complaints) =
+            parse("application/json", br#"{"a":{"b":1,"b":2},"c":[{"d":1,"d":1}]}"#).unwrap();
         assert_eq!(value, json!({ "a": { "b": 2 }, "c": [{ "d": 1 }] }));
         assert_eq!(complaints, ["duplicate field \"a.b\"", "duplicate field \"c[0].d\""]);
     }
@@ -182,8 +185,14 @@ mod tests {
             "spec": { "containers": [{ "name": "c", "imagee": "x", "resources": { "limits": { "cpu": 1 } } }], "volumes": [] },
         });
         let complaints = check_type(by_table("pods").unwrap(), &mut pod).unwrap();
-        assert_eq!(complaints, ["unknown field \"metadata.nmae\"", "unknown field \"spec.containers[0].imagee\""]);
-        assert_eq!(pod["spec"]["containers"][0], json!({ "name": "c", "resources": { "limits": { "cpu": "1" } } }));
+        assert_eq!(
+            complaints,
+            ["unknown field \"metadata.nmae\"", "unknown field \"spec.containers[0].imagee\""]
+        );
+        assert_eq!(
+            pod["spec"]["containers"][0],
+            json!({ "name": "c", "resources": { "limits": { "cpu": "1" } } })
+        );
         assert_eq!(pod["spec"]["volumes"], json!([]));
     }
 

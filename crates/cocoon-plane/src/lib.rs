@@ -21,6 +21,7 @@ mod json;
 mod objects;
 mod patch;
 pub mod plane;
+mod proto;
 mod proxy;
 mod resources;
 mod rules;

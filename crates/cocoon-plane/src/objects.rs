@@ -80,7 +80,12 @@ impl Objects {
     }
 
     /// The object, once it is durable.
-    pub(crate) async fn get(&self, kind: &Kind, namespace: &str, name: &str) -> Result<Arc<Object>, ApiError> {
+    pub(crate) async fn get(
+        &self,
+        kind: &Kind,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Arc<Object>, ApiError> {
         let found = self.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?;
         self.durability.wait(found.revision).await?;
         Ok(found)
@@ -145,8 +150,9 @@ impl Objects {
         if options.dry_run {
             return Ok(Arc::new(Object::new(stored, value, 0)));
         }
-        let object =
-            store.put(stored, &key, Expect::Absent, value).map_err(|Raced| ApiError::already_exists(kind, &name))?;
+        let object = store
+            .put(stored, &key, Expect::Absent, value)
+            .map_err(|Raced| ApiError::already_exists(kind, &name))?;
         self.submit(&object, true);
         Ok(object)
     }
@@ -182,7 +188,8 @@ impl Objects {
             let current = self.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?;
             let old = kind.shown(current.value());
             let mut new = change(old.clone())?;
-            let complaints = if part == Part::Inner { Vec::new() } else { fields::check_type(kind, &mut new)? };
+            let complaints =
+                if part == Part::Inner { Vec::new() } else { fields::check_type(kind, &mut new)? };
             let new = rules::prepare_update(kind, &old, new, part)?;
             let written = |object| Written { object, complaints, created: false };
             if new == old {

@@ -9,9 +9,9 @@ use std::{
 
 use bytes::Bytes;
 use cocoon_kit::world::World;
-use tower::util::BoxCloneSyncService;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use tower::util::BoxCloneSyncService;
 
 use crate::{
     auth::{self, Tokens},
@@ -82,7 +82,9 @@ impl Inner {
 #[non_exhaustive]
 pub enum OpenError {
     /// The journal file is of another version.
-    #[error("journal {path} has version {found}, this program writes {ours}; move the data folder away or use the matching release")]
+    #[error(
+        "journal {path} has version {found}, this program writes {ours}; move the data folder away or use the matching release"
+    )]
     Version {
         /// Which file.
         path: String,
@@ -137,7 +139,9 @@ impl Plane {
             authority: OnceLock::new(),
             config,
         };
-        controllers::make_namespaces(&inner).await.map_err(|error| OpenError::Namespaces { source: error.into() })?;
+        controllers::make_namespaces(&inner)
+            .await
+            .map_err(|error| OpenError::Namespaces { source: error.into() })?;
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -194,7 +198,8 @@ fn restore(loaded: Loaded, config: &PlaneConfig) -> Result<Store, OpenError> {
     for (table, revision, body) in loaded.objects {
         let broken = |why: String| OpenError::Journal { path: path.clone(), source: why.into() };
         let kind = by_table(&table).ok_or_else(|| broken(format!("objects of an unknown table {table}")))?;
-        let value = serde_json::from_slice(&body).map_err(|error| broken(format!("unreadable object: {error}")))?;
+        let value =
+            serde_json::from_slice(&body).map_err(|error| broken(format!("unreadable object: {error}")))?;
         objects.push(Object::with_bytes(kind, &value, revision, Bytes::from(body)));
     }
     Ok(Store::new(loaded.revision, objects))

@@ -86,7 +86,8 @@ struct Place {
 /// Finds a pod's container and its node.
 fn locate(inner: &Inner, kind: &Kind, address: &Address, container: &str) -> Result<Place, ApiError> {
     let (namespace, name) = (&address.namespace, &address.name);
-    let pod = inner.objects.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?.value();
+    let pod =
+        inner.objects.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?.value();
     let container = pick_container(&pod, name, container)?;
     let node = text(&pod, "/spec/nodeName");
     if node.is_empty() {
@@ -96,8 +97,11 @@ fn locate(inner: &Inner, kind: &Kind, address: &Address, container: &str) -> Res
     let missing = || ApiError::not_found(nodes, node);
     let object = inner.objects.find(nodes, "", node).ok_or_else(missing)?.value();
     let addresses = list(&object, "/status/addresses");
-    let of = |kind: &str| addresses.iter().find(|a| text(a, "/type") == kind).map(|a| text(a, "/address").to_owned());
-    let port = int(&object, "/status/daemonEndpoints/kubeletEndpoint/Port").and_then(|port| u16::try_from(port).ok());
+    let of = |kind: &str| {
+        addresses.iter().find(|a| text(a, "/type") == kind).map(|a| text(a, "/address").to_owned())
+    };
+    let port = int(&object, "/status/daemonEndpoints/kubeletEndpoint/Port")
+        .and_then(|port| u16::try_from(port).ok());
     match (of("InternalIP").or_else(|| of("Hostname")), port) {
         (Some(address), Some(port)) if port > 0 => Ok(Place { node: node.into(), address, port, container }),
         _ => Err(ApiError::internal(format!("node {node} publishes no address or no kubelet port"))),
@@ -105,7 +109,9 @@ fn locate(inner: &Inner, kind: &Kind, address: &Address, container: &str) -> Res
 }
 
 fn pick_container(pod: &serde_json::Value, name: &str, asked: &str) -> Result<String, ApiError> {
-    let names = |group: &str| list(pod, &format!("/spec/{group}")).iter().map(|c| text(c, "/name")).collect::<Vec<_>>();
+    let names = |group: &str| {
+        list(pod, &format!("/spec/{group}")).iter().map(|c| text(c, "/name")).collect::<Vec<_>>()
+    };
     let (main, init) = (names("containers"), names("initContainers"));
     if asked.is_empty() {
         return match main.as_slice() {
@@ -198,7 +204,13 @@ async fn ask(
 }
 
 /// A kubelet path with the parameters of `renames` (theirs, ours) taken from the request.
-fn kubelet_path(call: &Call, verb: &str, address: &Address, place: &Place, renames: &[(&str, &str)]) -> String {
+fn kubelet_path(
+    call: &Call,
+    verb: &str,
+    address: &Address,
+    place: &Place,
+    renames: &[(&str, &str)],
+) -> String {
     let mut query = url::form_urlencoded::Serializer::new(String::new());
     for (theirs, ours) in renames {
         for value in call.params.all(theirs) {
@@ -220,7 +232,8 @@ fn kubelet_path(call: &Call, verb: &str, address: &Address, place: &Place, renam
 async fn refusal(place: &Place, response: http::Response<hyper::body::Incoming>) -> ApiError {
     let code = response.status().as_u16();
     let body = http_body_util::Limited::new(response.into_body(), TEXT).collect().await;
-    let text = body.map(|body| String::from_utf8_lossy(&body.to_bytes()).trim().to_owned()).unwrap_or_default();
+    let text =
+        body.map(|body| String::from_utf8_lossy(&body.to_bytes()).trim().to_owned()).unwrap_or_default();
     if let Ok(status) = serde_json::from_str::<serde_json::Value>(&text)
         && !crate::json::text(&status, "/message").is_empty()
     {
@@ -272,7 +285,11 @@ pub(crate) async fn logs(call: &Call, kind: &Kind, address: &Address) -> Result<
 
 fn slot(inner: &Inner) -> Result<OwnedSemaphorePermit, ApiError> {
     Arc::clone(&inner.proxy.slots).try_acquire_owned().map_err(|_| {
-        ApiError::new(429, "TooManyRequests", format!("more than {STREAMS} streams to nodes are open; end some"))
+        ApiError::new(
+            429,
+            "TooManyRequests",
+            format!("more than {STREAMS} streams to nodes are open; end some"),
+        )
     })
 }
 
@@ -288,7 +305,13 @@ fn has_token(headers: &HeaderMap, name: HeaderName, token: &str) -> bool {
 /// `pods/NAME/exec`.
 pub(crate) async fn exec(call: &Call, kind: &Kind, address: &Address) -> Result<Response, ApiError> {
     let place = locate(&call.inner, kind, address, call.params.get("container"))?;
-    let names = [("command", "command"), ("stdin", "input"), ("stdout", "output"), ("stderr", "error"), ("tty", "tty")];
+    let names = [
+        ("command", "command"),
+        ("stdin", "input"),
+        ("stdout", "output"),
+        ("stderr", "error"),
+        ("tty", "tty"),
+    ];
     let path = kubelet_path(call, "exec", address, &place, &names);
     let now = call.inner.objects.world().instant();
     if has_token(&call.parts.headers, header::UPGRADE, "websocket") {
@@ -319,17 +342,21 @@ async fn web_socket(call: &Call, place: &Place, path: &str) -> Result<Response, 
     let mut headers = HeaderMap::new();
     headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
     headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
-    for (name, value) in call.parts.headers.iter().filter(|(name, _)| name.as_str().starts_with("sec-websocket-")) {
+    for (name, value) in
+        call.parts.headers.iter().filter(|(name, _)| name.as_str().starts_with("sec-websocket-"))
+    {
         headers.append(name.clone(), value.clone());
     }
-    let answer = ask(&call.inner, place, Method::GET, path, headers).await.map_err(|error| error.told(place))?;
+    let answer =
+        ask(&call.inner, place, Method::GET, path, headers).await.map_err(|error| error.told(place))?;
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         return Err(refusal(place, answer).await);
     }
     let mut response = respond(101, "text/plain", axum::body::Body::empty());
     *response.headers_mut() = HeaderMap::new();
     for (name, value) in answer.headers() {
-        let kept = name.as_str().starts_with("sec-websocket-") || [header::CONNECTION, header::UPGRADE].contains(name);
+        let kept = name.as_str().starts_with("sec-websocket-")
+            || [header::CONNECTION, header::UPGRADE].contains(name);
         if kept {
             response.headers_mut().append(name.clone(), value.clone());
         }

@@ -119,7 +119,12 @@ pub(crate) fn prepare_update(kind: &Kind, old: &Value, new: Value, part: Part) -
 /// A status write: only the status, labels and annotations come from the body.
 fn status_of(old: &Value, mut new: Value) -> Value {
     let mut kept = old.clone();
+    let class = old.pointer("/status/qosClass").cloned();
     json::put(json::map(&mut kept), "status", json::map(&mut new).remove("status"));
+    if let (Some(class), Some(Value::Object(status))) = (class, kept.get_mut("status")) {
+        // Decided at creation; a writer of the whole status need not know it.
+        json::default(status, "qosClass", class);
+    }
     let metadata = json::object(&mut kept, "metadata");
     for field in ["labels", "annotations"] {
         json::put(metadata, field, new.pointer(&format!("/metadata/{field}")).cloned());
@@ -156,7 +161,12 @@ fn raise_generation(value: &mut Value) {
 }
 
 /// 409 unless `uid` and `revision`, where given, are the object's.
-pub(crate) fn check_preconditions(kind: &Kind, old: &Value, uid: &str, revision: &str) -> Result<(), ApiError> {
+pub(crate) fn check_preconditions(
+    kind: &Kind,
+    old: &Value,
+    uid: &str,
+    revision: &str,
+) -> Result<(), ApiError> {
     let name = text(old, "/metadata/name");
     let own = text(old, "/metadata/uid");
     if !uid.is_empty() && uid != own {
@@ -328,9 +338,14 @@ mod tests {
     fn only_a_pod_that_a_node_may_run_is_given_time() {
         let background = Propagation::Background;
         assert_eq!(plan(&pod("", json!({})), None, background), Deletion::Remove);
-        assert_eq!(plan(&pod("n", json!({ "status": { "phase": "Failed" } })), None, background), Deletion::Remove);
+        assert_eq!(
+            plan(&pod("n", json!({ "status": { "phase": "Failed" } })), None, background),
+            Deletion::Remove
+        );
         assert_eq!(plan(&pod("n", json!({})), Some(0), background), Deletion::Remove);
-        let Deletion::Mark(marked) = plan(&pod("n", json!({})), None, background) else { panic!("not marked") };
+        let Deletion::Mark(marked) = plan(&pod("n", json!({})), None, background) else {
+            panic!("not marked")
+        };
         assert_eq!(text(&marked, "/metadata/deletionTimestamp"), "2026-01-01T00:00:30Z");
         assert_eq!(int(&marked, "/metadata/deletionGracePeriodSeconds"), Some(30));
         assert_eq!(int(&marked, "/metadata/generation"), Some(2));
@@ -344,7 +359,9 @@ mod tests {
     #[test]
     fn finalizers_hold_an_object_until_they_are_gone() {
         let held = pod("", json!({ "metadata": { "finalizers": ["x/y"] } }));
-        let Deletion::Mark(mut marked) = plan(&held, None, Propagation::Background) else { panic!("not marked") };
+        let Deletion::Mark(mut marked) = plan(&held, None, Propagation::Background) else {
+            panic!("not marked")
+        };
         assert!(!is_finished(&marked));
         marked["metadata"]["finalizers"] = json!([]);
         assert!(is_finished(&marked));
@@ -357,13 +374,17 @@ mod tests {
         let error = plan_delete(by_table("pods").unwrap(), &pod("", json!({})), &options, now()).unwrap_err();
         assert_eq!((error.code, error.reason), (409, "Conflict"));
         let stale = json!({ "metadata": { "resourceVersion": "4" } });
-        let error = prepare_update(by_table("pods").unwrap(), &pod("", json!({})), stale, Part::Main).unwrap_err();
+        let error =
+            prepare_update(by_table("pods").unwrap(), &pod("", json!({})), stale, Part::Main).unwrap_err();
         assert_eq!(error.code, 409);
     }
 
     #[test]
     fn a_status_write_changes_status_labels_and_annotations_only() {
-        let old = pod("n", json!({ "metadata": { "ownerReferences": [] }, "spec": { "containers": [{ "name": "c", "image": "i" }] } }));
+        let old = pod(
+            "n",
+            json!({ "metadata": { "ownerReferences": [] }, "spec": { "containers": [{ "name": "c", "image": "i" }] } }),
+        );
         let mut old = old;
         (by_table("pods").unwrap().hooks.default)(&mut old);
         let body = json!({

@@ -101,9 +101,8 @@ impl Selection {
 fn parse_fields(kind: &Kind, text: &str) -> Result<Vec<FieldDemand>, String> {
     let mut demands = Vec::new();
     for term in split_unescaped(text).into_iter().filter(|term| !term.is_empty()) {
-        let (field, equal, value) = split_term(&term).ok_or_else(|| {
-            format!("invalid field selector: '{text}'; can't understand '{term}'")
-        })?;
+        let (field, equal, value) = split_term(&term)
+            .ok_or_else(|| format!("invalid field selector: '{text}'; can't understand '{term}'"))?;
         let place = match field {
             "metadata.name" => Place::Name,
             "metadata.namespace" => Place::Namespace,
@@ -153,10 +152,16 @@ fn unescape(value: &str) -> Result<String, String> {
                 out.push(c);
                 escaped = false;
             }
-            (true, _) => return Err(format!("invalid field selector: invalid escape sequence in value: {value}")),
+            (true, _) => {
+                return Err(format!("invalid field selector: invalid escape sequence in value: {value}"));
+            }
         }
     }
-    if escaped { Err(format!("invalid field selector: unfinished escape in value: {value}")) } else { Ok(out) }
+    if escaped {
+        Err(format!("invalid field selector: unfinished escape in value: {value}"))
+    } else {
+        Ok(out)
+    }
 }
 
 /// Parses a label selector.
@@ -220,7 +225,11 @@ impl<'a> Parser<'a> {
 
     fn number(&mut self) -> Result<i64, String> {
         let word = self.word();
-        word.parse().map_err(|_| format!("values: Invalid value: \"{word}\": for 'Gt', 'Lt' operators, the value must be an integer"))
+        word.parse().map_err(|_| {
+            format!(
+                "values: Invalid value: \"{word}\": for 'Gt', 'Lt' operators, the value must be an integer"
+            )
+        })
     }
 
     fn demand(&mut self) -> Result<Demand, String> {
@@ -291,7 +300,8 @@ mod tests {
 
     #[test]
     fn label_selectors_mean_what_the_api_says() {
-        let labels = &[("app", "web"), ("tier", "front"), ("n", "5"), ("cocoonstack.io/pool", "a"), ("empty", "")];
+        let labels =
+            &[("app", "web"), ("tier", "front"), ("n", "5"), ("cocoonstack.io/pool", "a"), ("empty", "")];
         for (selector, wanted) in [
             ("", true),
             ("app=web", true),
@@ -319,7 +329,10 @@ mod tests {
 
     #[test]
     fn broken_label_selectors_are_refused() {
-        for selector in ["=", "a=b=c", "a in", "a in (", "a in (x", "a,", ",a", "a b", "a>x", "!", "-a=b", "a=b!", "a/b/c=d"] {
+        for selector in [
+            "=", "a=b=c", "a in", "a in (", "a in (x", "a,", ",a", "a b", "a>x", "!", "-a=b", "a=b!",
+            "a/b/c=d",
+        ] {
             assert!(parse_labels(selector).is_err(), "{selector}");
         }
     }
@@ -327,7 +340,9 @@ mod tests {
     #[test]
     fn field_selectors_know_the_fields_of_their_kind() {
         let pods = by_table("pods").unwrap();
-        for selector in ["metadata.name=a", "spec.nodeName=,status.phase!=Failed", r"metadata.name=a\,b\=c", ""] {
+        for selector in
+            ["metadata.name=a", "spec.nodeName=,status.phase!=Failed", r"metadata.name=a\,b\=c", ""]
+        {
             assert!(Selection::parse(pods, "", selector).is_ok(), "{selector}");
         }
         for selector in ["spec.hostname=a", "metadata.name", r"metadata.name=a\b", "=a"] {

@@ -71,7 +71,12 @@ async fn until<T>(shutdown: &CancellationToken, future: impl Future<Output = T>)
     shutdown.run_until_cancelled(future).await
 }
 
-async fn connection(inner: Arc<Inner>, acceptor: TlsAcceptor, stream: TcpStream, shutdown: CancellationToken) {
+async fn connection(
+    inner: Arc<Inner>,
+    acceptor: TlsAcceptor,
+    stream: TcpStream,
+    shutdown: CancellationToken,
+) {
     let _ = stream.set_nodelay(true);
     let Ok(Ok(stream)) = tokio::time::timeout(PATIENCE, acceptor.accept(stream)).await else { return };
     let certificates = stream.get_ref().1.peer_certificates();

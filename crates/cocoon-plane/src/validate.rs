@@ -116,7 +116,9 @@ pub(crate) fn metadata(object: &Value, causes: &mut Causes) {
 
 fn annotations(object: &Value, causes: &mut Causes) {
     let mut size = 0;
-    for (key, value) in object.pointer("/metadata/annotations").and_then(Value::as_object).into_iter().flatten() {
+    for (key, value) in
+        object.pointer("/metadata/annotations").and_then(Value::as_object).into_iter().flatten()
+    {
         size += key.len() + value.as_str().map_or(0, str::len);
         if let Err(why) = qualified_name(&key.to_lowercase()) {
             causes.invalid("metadata.annotations", &key.as_str().into(), &why);

@@ -174,13 +174,18 @@ fn settled(result: Result<(), ApiError>) -> Result<(), ApiError> {
 async fn unlink(inner: &Inner, object: &Object, lost: &[String]) -> Result<(), ApiError> {
     change(inner, object, |value| {
         if let Some(metadata) = value.get_mut("metadata") {
-            json::array(metadata, "ownerReferences").retain(|r| !lost.iter().any(|uid| uid == text(r, "/uid")));
+            json::array(metadata, "ownerReferences")
+                .retain(|r| !lost.iter().any(|uid| uid == text(r, "/uid")));
         }
     })
     .await
 }
 
-async fn change(inner: &Inner, object: &Object, edit: impl Fn(&mut Value) + Send + Sync) -> Result<(), ApiError> {
+async fn change(
+    inner: &Inner,
+    object: &Object,
+    edit: impl Fn(&mut Value) + Send + Sync,
+) -> Result<(), ApiError> {
     let Some(kind) = by_table(object.key.table) else { return Ok(()) };
     let uid = &object.uid;
     let edit = |mut value: Value| {
@@ -206,7 +211,10 @@ async fn release(inner: &Inner, object: &Object, value: &Value) -> Result<(), Ap
         let blocks = |dependent: &&Arc<Object>| {
             let value = dependent.value();
             let own = |r: &&Value| text(r, "/uid") == &*object.uid;
-            list(&value, "/metadata/ownerReferences").iter().filter(own).any(|r| flag(r, "/blockOwnerDeletion"))
+            list(&value, "/metadata/ownerReferences")
+                .iter()
+                .filter(own)
+                .any(|r| flag(r, "/blockOwnerDeletion"))
         };
         if !dependents.iter().any(|dependent| blocks(&dependent)) {
             return drop_finalizer(inner, object, FOREGROUND).await;

@@ -85,8 +85,11 @@ async fn watch_nodes(inner: &Inner, beats: &mut Seen, now: Instant) -> Result<()
         let lease = inner.objects.find(leases, "kube-node-lease", name).map(|lease| lease.value());
         let renewed = lease.as_ref().map_or("", |lease| text(lease, "/spec/renewTime"));
         let value = node.value();
-        let beat = format!("{renewed} {}", ready(&value).map_or("", |ready| text(ready, "/lastHeartbeatTime")));
-        if beats.since(name, &beat, now) > GRACE && ready(&value).is_none_or(|r| text(r, "/status") != "Unknown") {
+        let beat =
+            format!("{renewed} {}", ready(&value).map_or("", |ready| text(ready, "/lastHeartbeatTime")));
+        if beats.since(name, &beat, now) > GRACE
+            && ready(&value).is_none_or(|r| text(r, "/status") != "Unknown")
+        {
             lose(inner, &node, &value).await?;
         }
     }
@@ -138,7 +141,8 @@ async fn finish_orphans(inner: &Inner, missing: &mut Seen, now: Instant) -> Resu
     missing.keep(|uid| pods.iter().any(|pod| &*pod.uid == uid));
     for pod in pods {
         if missing.since(&pod.uid, "", now) > GRACE {
-            let options = DeleteOptions { grace: Some(0), uid: (*pod.uid).into(), ..DeleteOptions::default() };
+            let options =
+                DeleteOptions { grace: Some(0), uid: (*pod.uid).into(), ..DeleteOptions::default() };
             match inner.objects.delete(kind, &pod.key.namespace, &pod.key.name, &options).await {
                 Err(error) if !matches!(error.code, 404 | 409) => return Err(error),
                 _ => {}
@@ -153,10 +157,11 @@ async fn sweep_events(inner: &Inner) -> Result<(), ApiError> {
     let now = inner.objects.world().now();
     for event in all(inner, "events") {
         let value = event.value();
-        let seen = ["/series/lastObservedTime", "/lastTimestamp", "/eventTime", "/metadata/creationTimestamp"]
-            .iter()
-            .filter_map(|path| text(&value, path).parse::<Timestamp>().ok())
-            .max();
+        let seen =
+            ["/series/lastObservedTime", "/lastTimestamp", "/eventTime", "/metadata/creationTimestamp"]
+                .iter()
+                .filter_map(|path| text(&value, path).parse::<Timestamp>().ok())
+                .max();
         if seen.is_none_or(|seen| now.as_second() - seen.as_second() > EVENT_LIFE) {
             let options = DeleteOptions { uid: (*event.uid).into(), ..DeleteOptions::default() };
             match inner.objects.delete(kind, &event.key.namespace, &event.key.name, &options).await {

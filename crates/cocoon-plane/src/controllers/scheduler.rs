@@ -184,7 +184,8 @@ fn tolerates(pod: &Value, taint: &Taint) -> bool {
 }
 
 fn selects(pod: &Value, node: &Node) -> bool {
-    let plain = pairs(pod, "/spec/nodeSelector").all(|(k, v)| node.labels.get(k).is_some_and(|found| found == v));
+    let plain =
+        pairs(pod, "/spec/nodeSelector").all(|(k, v)| node.labels.get(k).is_some_and(|found| found == v));
     let path = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution/nodeSelectorTerms";
     let terms = list(pod, path);
     plain && (pod.pointer(path).is_none() || terms.iter().any(|term| matches_term(term, node)))
@@ -258,7 +259,8 @@ impl Scheduler {
         let (known, _) = store.list(&filter("pods"));
         let (nodes, _) = store.list(&filter("nodes"));
         drop(store);
-        let nodes = nodes.iter().map(|node| Node::of(&node.value())).map(|node| (node.name.clone(), node)).collect();
+        let nodes =
+            nodes.iter().map(|node| Node::of(&node.value())).map(|node| (node.name.clone(), node)).collect();
         let mut scheduler = Self { inner, nodes, usage: Usage::default(), pods, node_events };
         for pod in known {
             scheduler.count(Change::Added, &pod);
@@ -328,7 +330,8 @@ impl Scheduler {
         let selection = Selection::parse(kind, "", "spec.nodeName=").map_err(ApiError::internal)?;
         let waiting = Filter { table: Some("pods"), namespace: None, selection };
         let (objects, _) = self.inner.objects.store().list(&waiting);
-        let mut pods: Vec<_> = objects.iter().filter(|o| !o.deleting).map(|o| (o.value(), Arc::clone(o))).collect();
+        let mut pods: Vec<_> =
+            objects.iter().filter(|o| !o.deleting).map(|o| (o.value(), Arc::clone(o))).collect();
         pods.sort_by(|(a, x), (b, y)| {
             let made = |pod: &'_ Value| text(pod, "/metadata/creationTimestamp").to_owned();
             (made(a), &x.key).cmp(&(made(b), &y.key))
@@ -354,8 +357,11 @@ impl Scheduler {
             bound(kind, old, node, &now)
         };
         let (namespace, name) = (&object.key.namespace, &object.key.name);
-        let done =
-            self.inner.objects.update(kind, namespace, name, Part::Inner, WriteOptions::default(), bind).await;
+        let done = self
+            .inner
+            .objects
+            .update(kind, namespace, name, Part::Inner, WriteOptions::default(), bind)
+            .await;
         match done {
             Ok(_) => {
                 self.usage.add(&object.uid, node, Requests::of(pod));
@@ -391,7 +397,12 @@ impl Scheduler {
             Ok(old)
         };
         let (namespace, name) = (&object.key.namespace, &object.key.name);
-        match self.inner.objects.update(kind, namespace, name, Part::Inner, WriteOptions::default(), tell).await {
+        match self
+            .inner
+            .objects
+            .update(kind, namespace, name, Part::Inner, WriteOptions::default(), tell)
+            .await
+        {
             Ok(_) => {
                 emit(&self.inner, pod, "Warning", "FailedScheduling", why, "default-scheduler").await;
                 Ok(())
@@ -430,21 +441,34 @@ mod tests {
 
     #[test]
     fn a_pod_goes_where_it_may_and_fits() {
-        let tainted = node("t", json!({ "spec": { "taints": [
+        let tainted = node(
+            "t",
+            json!({ "spec": { "taints": [
             { "key": "virtual-kubelet.io/provider", "value": "cocoon", "effect": "NoSchedule" }
-        ] } }));
-        let required = |term: Value| json!({ "affinity": { "nodeAffinity": {
+        ] } }),
+        );
+        let required = |term: Value| {
+            json!({ "affinity": { "nodeAffinity": {
             "requiredDuringSchedulingIgnoredDuringExecution": { "nodeSelectorTerms": [term] }
-        } } });
+        } } })
+        };
         let term = |key: &str, operator: &str, values: Value| {
             required(json!({ "matchExpressions": [{ "key": key, "operator": operator, "values": values }] }))
         };
         for (spec, node, wanted) in [
             (json!({}), node("n", json!({})), true),
             (json!({}), tainted.clone(), false),
-            (json!({ "tolerations": [{ "key": "virtual-kubelet.io/provider", "operator": "Exists" }] }), tainted.clone(), true),
+            (
+                json!({ "tolerations": [{ "key": "virtual-kubelet.io/provider", "operator": "Exists" }] }),
+                tainted.clone(),
+                true,
+            ),
             (json!({ "tolerations": [{ "operator": "Exists" }] }), tainted.clone(), true),
-            (json!({ "tolerations": [{ "key": "virtual-kubelet.io/provider", "value": "other" }] }), tainted, false),
+            (
+                json!({ "tolerations": [{ "key": "virtual-kubelet.io/provider", "value": "other" }] }),
+                tainted,
+                false,
+            ),
             (json!({ "nodeSelector": { "pool": "a" } }), node("n", json!({})), true),
             (json!({ "nodeSelector": { "pool": "b" } }), node("n", json!({})), false),
             (term("pool", "In", json!(["a", "b"])), node("n", json!({})), true),
@@ -452,12 +476,21 @@ mod tests {
             (term("size", "Gt", json!(["4"])), node("n", json!({})), true),
             (term("size", "Around", json!(["4"])), node("n", json!({})), false),
             (required(json!({})), node("n", json!({})), false),
-            (required(json!({ "matchFields": [{ "key": "metadata.name", "operator": "In", "values": ["n"] }] })),
-             node("n", json!({})), true),
+            (
+                required(
+                    json!({ "matchFields": [{ "key": "metadata.name", "operator": "In", "values": ["n"] }] }),
+                ),
+                node("n", json!({})),
+                true,
+            ),
             (json!({}), node("n", json!({ "spec": { "unschedulable": true } })), false),
             (json!({}), node("n", json!({ "status": { "conditions": [] } })), false),
             (json!({}), node("n", json!({ "status": { "allocatable": { "cpu": "500m" } } })), false),
-            (json!({ "topologySpreadConstraints": [{ "whenUnsatisfiable": "DoNotSchedule" }] }), node("n", json!({})), false),
+            (
+                json!({ "topologySpreadConstraints": [{ "whenUnsatisfiable": "DoNotSchedule" }] }),
+                node("n", json!({})),
+                false,
+            ),
         ] {
             let found = decision(&pod(spec.clone()), std::slice::from_ref(&node));
             assert_eq!(matches!(found, Decision::Bind(_)), wanted, "{spec} on {node:?}: {found:?}");

@@ -17,8 +17,7 @@ const GET: &[&str] = &["get"];
 const CHANGE: &[&str] = &["get", "patch", "update"];
 const CREATE: &[&str] = &["create"];
 const STREAM: &[&str] = &["create", "get"];
-const ALL: &[&str] =
-    &["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"];
+const ALL: &[&str] = &["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"];
 
 /// A resource of discovery that is not a stored kind: a subresource or a review.
 struct Extra {
@@ -77,8 +76,10 @@ fn aggregated(headers: &HeaderMap, core: bool) -> Option<Response> {
     let groups = group_versions().into_iter().filter(|(group, _)| group.is_empty() == core);
     let items: Vec<Value> = groups
         .map(|(group, version)| {
-            let resources: Vec<Value> =
-                kinds(group, version).map(aggregated_resource).chain(reviews(group, version).map(aggregated_review)).collect();
+            let resources: Vec<Value> = kinds(group, version)
+                .map(aggregated_resource)
+                .chain(reviews(group, version).map(aggregated_review))
+                .collect();
             json!({
                 "metadata": { "name": group, "creationTimestamp": null },
                 "versions": [{ "version": version, "freshness": "Current", "resources": resources }],
@@ -101,7 +102,9 @@ fn reviews<'a>(group: &'a str, version: &'a str) -> impl Iterator<Item = &'stati
 }
 
 fn subresources(kind: &Kind) -> impl Iterator<Item = &'static Extra> {
-    EXTRAS.iter().filter(move |extra| !extra.parent.is_empty() && extra.group == kind.group && extra.parent == kind.plural)
+    EXTRAS.iter().filter(move |extra| {
+        !extra.parent.is_empty() && extra.group == kind.group && extra.parent == kind.plural
+    })
 }
 
 fn response_kind((group, version, kind): (&str, &str, &str)) -> Value {
@@ -198,7 +201,9 @@ pub(super) fn resources(group: &str, version: &str) -> Option<Value> {
             }
         }
         found.push(resource);
-        found.extend(subresources(kind).map(|extra| flat(extra, &format!("{}/{}", extra.parent, extra.name), group)));
+        found.extend(
+            subresources(kind).map(|extra| flat(extra, &format!("{}/{}", extra.parent, extra.name), group)),
+        );
         if kind.status {
             found.push(json!({
                 "name": format!("{}/status", kind.plural), "singularName": "", "namespaced": kind.namespaced,

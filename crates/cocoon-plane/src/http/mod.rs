@@ -90,7 +90,9 @@ fn other(call: &Call, words: &[String]) -> Result<Response, ApiError> {
         ["version"] => Ok(respond_json(200, &discovery::version())),
         ["api"] => discovery::core(&call.parts.headers),
         ["apis"] => discovery::groups(&call.parts.headers),
-        ["apis", group] => discovery::group(group).map(|found| respond_json(200, &found)).ok_or_else(ApiError::no_path),
+        ["apis", group] => {
+            discovery::group(group).map(|found| respond_json(200, &found)).ok_or_else(ApiError::no_path)
+        }
         ["openapi", "v3"] => Ok(respond_json(200, &openapi::index())),
         ["openapi", "v3", rest @ ..] => {
             openapi::document(rest).map(|found| respond_json(200, &found)).ok_or_else(ApiError::no_path)
@@ -116,7 +118,9 @@ fn metrics(inner: &Inner) -> String {
 fn verb(call: &Call, address: &Address) -> Result<&'static str, ApiError> {
     let collection = address.name.is_empty();
     Ok(match (&call.parts.method, collection) {
-        (&Method::GET | &Method::HEAD, _) if call.params.flag("watch")? && address.subresource.is_empty() => "watch",
+        (&Method::GET | &Method::HEAD, _) if call.params.flag("watch")? && address.subresource.is_empty() => {
+            "watch"
+        }
         (&Method::GET | &Method::HEAD, true) => "list",
         (&Method::GET | &Method::HEAD, false) => "get",
         (&Method::POST, true) => "create",
@@ -137,7 +141,8 @@ async fn resource(call: &Call, body: Body, address: &Address) -> Result<Response
     if let Some(review) = reviews::Review::of(address) {
         return reviews::answer(call, body, review).await;
     }
-    let kind = resources::by_path(&address.group, &address.version, &address.resource).ok_or_else(ApiError::no_path)?;
+    let kind = resources::by_path(&address.group, &address.version, &address.resource)
+        .ok_or_else(ApiError::no_path)?;
     if kind.namespaced == address.namespace.is_empty() && !(kind.namespaced && address.name.is_empty()) {
         return Err(ApiError::no_path());
     }

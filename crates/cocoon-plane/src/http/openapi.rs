@@ -30,7 +30,8 @@ pub(super) fn index() -> Value {
 /// The document of one group version.
 pub(super) fn document(words: &[&str]) -> Option<Value> {
     let wanted = words.join("/");
-    let (group, version) = group_versions().into_iter().find(|(group, version)| place(group, version) == wanted)?;
+    let (group, version) =
+        group_versions().into_iter().find(|(group, version)| place(group, version) == wanted)?;
     let mut paths = Map::new();
     let mut schemas = Map::new();
     for kind in KINDS.iter().filter(|kind| kind.group == group && kind.version == version) {
@@ -38,7 +39,8 @@ pub(super) fn document(words: &[&str]) -> Option<Value> {
         let collection = format!("/{wanted}/{middle}{}", kind.plural);
         paths.insert(format!("{collection}/{{name}}"), object_path(kind, &["get", "put", "patch", "delete"]));
         if kind.status {
-            paths.insert(format!("{collection}/{{name}}/status"), object_path(kind, &["get", "put", "patch"]));
+            paths
+                .insert(format!("{collection}/{{name}}/status"), object_path(kind, &["get", "put", "patch"]));
         }
         paths.insert(collection, object_path(kind, &["get", "post", "delete"]));
         schemas.insert(schema_name(kind), schema(kind));
@@ -76,7 +78,8 @@ fn schema(kind: &Kind) -> Value {
 
 fn object_path(kind: &Kind, methods: &[&str]) -> Value {
     let mut path = Map::new();
-    let parameter = |name: &str, kind: &str| json!({ "name": name, "in": kind, "schema": { "type": "string" } });
+    let parameter =
+        |name: &str, kind: &str| json!({ "name": name, "in": kind, "schema": { "type": "string" } });
     for method in methods {
         let mut parameters = vec![parameter("pretty", "query")];
         let (action, names): (&str, &[&str]) = match *method {

@@ -61,7 +61,8 @@ impl Pages {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let id = kept.next;
         kept.next += 1;
-        let snapshot = Snapshot { id, made: now, scope: scope.to_owned(), revision, objects: Arc::clone(&objects) };
+        let snapshot =
+            Snapshot { id, made: now, scope: scope.to_owned(), revision, objects: Arc::clone(&objects) };
         kept.snapshots.push_back(snapshot);
         if kept.snapshots.len() > SNAPSHOTS {
             kept.snapshots.pop_front();
@@ -70,8 +71,15 @@ impl Pages {
     }
 
     /// The piece that `token` stands for.
-    pub(crate) fn next(&self, now: Instant, scope: &str, token: &str, limit: usize) -> Result<Page, ApiError> {
-        let bad = || ApiError::bad_request("continue key is not valid: it is not one that this server gave out");
+    pub(crate) fn next(
+        &self,
+        now: Instant,
+        scope: &str,
+        token: &str,
+        limit: usize,
+    ) -> Result<Page, ApiError> {
+        let bad =
+            || ApiError::bad_request("continue key is not valid: it is not one that this server gave out");
         let (id, at) = token.split_once('.').ok_or_else(bad)?;
         let (id, at): (u64, usize) = (id.parse().map_err(|_| bad())?, at.parse().map_err(|_| bad())?);
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);

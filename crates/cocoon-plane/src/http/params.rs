@@ -35,7 +35,9 @@ impl Params {
             "" if self.all(name).next().is_some() => Ok(true),
             "" | "0" | "false" | "f" | "F" | "False" | "FALSE" => Ok(false),
             "1" | "true" | "t" | "T" | "True" | "TRUE" => Ok(true),
-            other => Err(ApiError::bad_request(format!("invalid value \"{other}\" for {name}: not a boolean"))),
+            other => {
+                Err(ApiError::bad_request(format!("invalid value \"{other}\" for {name}: not a boolean")))
+            }
         }
     }
 
@@ -72,7 +74,8 @@ impl Params {
     }
 
     pub(crate) fn selection(&self, kind: &Kind) -> Result<Selection, ApiError> {
-        Selection::parse(kind, self.get("labelSelector"), self.get("fieldSelector")).map_err(ApiError::bad_request)
+        Selection::parse(kind, self.get("labelSelector"), self.get("fieldSelector"))
+            .map_err(ApiError::bad_request)
     }
 }
 
@@ -90,11 +93,17 @@ pub(crate) fn delete_options(params: &Params, body: &Value) -> Result<DeleteOpti
     let mut grace = match params.get("gracePeriodSeconds") {
         "" => None,
         digits => Some(digits.parse().map_err(|_| {
-            ApiError::bad_request(format!("invalid value \"{digits}\" for gracePeriodSeconds: not a whole number"))
+            ApiError::bad_request(format!(
+                "invalid value \"{digits}\" for gracePeriodSeconds: not a whole number"
+            ))
         })?),
     };
     if let Some(value) = body.get("gracePeriodSeconds").filter(|value| !value.is_null()) {
-        grace = Some(value.as_i64().ok_or_else(|| ApiError::bad_request("gracePeriodSeconds must be a whole number"))?);
+        grace = Some(
+            value
+                .as_i64()
+                .ok_or_else(|| ApiError::bad_request("gracePeriodSeconds must be a whole number"))?,
+        );
     }
     if grace.is_some_and(|grace| grace < 0) {
         return Err(ApiError::bad_request("gracePeriodSeconds must be greater than or equal to 0"));

@@ -11,7 +11,10 @@ pub(crate) enum Target {
     /// Anything that is not below a group version: `/version`, `/apis`, `/openapi/v3/...`.
     Other(Vec<String>),
     /// `/api/v1` or `/apis/GROUP/VERSION` itself.
-    GroupVersion { group: String, version: String },
+    GroupVersion {
+        group: String,
+        version: String,
+    },
     Resource(Address),
 }
 

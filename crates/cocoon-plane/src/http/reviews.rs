@@ -36,7 +36,11 @@ fn user_info(user: &User) -> Value {
     json!({ "username": user.name, "groups": user.groups })
 }
 
-pub(super) async fn answer(call: &Call, body: axum::body::Body, review: Review) -> Result<Response, ApiError> {
+pub(super) async fn answer(
+    call: &Call,
+    body: axum::body::Body,
+    review: Review,
+) -> Result<Response, ApiError> {
     if call.parts.method != http::Method::POST {
         return Err(ApiError::method_not_allowed(call.parts.method.as_str()));
     }
@@ -50,7 +54,8 @@ pub(super) async fn answer(call: &Call, body: axum::body::Body, review: Review) 
         },
         Review::MyAccess => access(call, &call.user, &value),
         Review::Access => {
-            let groups = list(&value, "/spec/groups").iter().filter_map(Value::as_str).map(Into::into).collect();
+            let groups =
+                list(&value, "/spec/groups").iter().filter_map(Value::as_str).map(Into::into).collect();
             access(call, &User { name: text(&value, "/spec/user").into(), groups }, &value)
         }
     };

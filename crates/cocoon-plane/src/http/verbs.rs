@@ -16,6 +16,7 @@ use super::{
     view::{Presenter, View},
 };
 use crate::{
+    authz,
     error::{ApiError, respond, respond_json},
     fields::{self, Strictness},
     json::{self, text},
@@ -85,7 +86,9 @@ fn check_revision(call: &Call) -> Result<(), ApiError> {
         return Err(ApiError::new(504, "Timeout", message));
     }
     if call.params.get("resourceVersionMatch") == "Exact" && asked < current {
-        return Err(ApiError::expired(format!("The provided resource version is too old: {asked} ({current})")));
+        return Err(ApiError::expired(format!(
+            "The provided resource version is too old: {asked} ({current})"
+        )));
     }
     Ok(())
 }
@@ -95,7 +98,9 @@ pub(super) fn revision(call: &Call) -> Result<Option<u64>, ApiError> {
     match call.params.get("resourceVersion") {
         "" => Ok(None),
         text => text.parse().map(Some).map_err(|_| {
-            ApiError::bad_request(format!("resourceVersion: Invalid value: \"{text}\": not a revision of this server"))
+            ApiError::bad_request(format!(
+                "resourceVersion: Invalid value: \"{text}\": not a revision of this server"
+            ))
         }),
     }
 }
@@ -206,12 +211,18 @@ fn written(presenter: Presenter, written: &Written, warnings: &[String]) -> Resp
     response
 }
 
-pub(super) async fn create(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+pub(super) async fn create(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let (options, strictness) = (write_options(call)?, call.params.strictness()?);
     let body = read_body(body).await?;
     let (mut value, mut complaints) = fields::parse(&content_type(&call.parts.headers), &body)?;
     accept_body(kind, address, &mut value)?;
+    authz::check_created(&call.user, kind, text(&value, "/metadata/name"))?;
     // Judged before anything is stored.
     complaints.extend(fields::check_type(kind, &mut value)?);
     let warnings = judge(kind, strictness, complaints)?;
@@ -220,7 +231,12 @@ pub(super) async fn create(call: &Call, body: Body, kind: &'static Kind, address
 }
 
 /// PUT and PATCH, of the object or its status.
-pub(super) async fn change(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+pub(super) async fn change(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let (options, strictness) = (write_options(call)?, call.params.strictness()?);
     let part = if address.subresource == "status" { Part::Status } else { Part::Main };
@@ -255,8 +271,10 @@ pub(super) async fn change(call: &Call, body: Body, kind: &'static Kind, address
         return Err(ApiError::bad_request("the name of the object must be set: metadata.name is empty"));
     }
     let value = judged(value, &complaints)?;
-    let missing = kind.create_on_update && objects.find(kind, namespace, name).is_none();
-    let done = if missing && text(&value, "/metadata/uid").is_empty() {
+    // A body with uid or revision means an object that existed.
+    let fresh =
+        text(&value, "/metadata/uid").is_empty() && text(&value, "/metadata/resourceVersion").is_empty();
+    let done = if fresh && kind.create_on_update && objects.find(kind, namespace, name).is_none() {
         objects.create(kind, namespace, value, options).await?
     } else {
         objects.update(kind, namespace, name, part, options, |_| Ok(value.clone())).await?
@@ -274,7 +292,12 @@ async fn delete_body(call: &Call, body: Body) -> Result<Value, ApiError> {
     fields::parse(&content_type(&call.parts.headers), &body).map(|(value, _)| value)
 }
 
-pub(super) async fn delete(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+pub(super) async fn delete(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let body = delete_body(call, body).await?;
     let options = delete_options(&call.params, &body)?;
@@ -318,7 +341,12 @@ pub(super) async fn delete_collection(
 }
 
 /// `namespaces/NAME/finalize`: sets `spec.finalizers`.
-pub(super) async fn finalize(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+pub(super) async fn finalize(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let options = write_options(call)?;
     let body = read_body(body).await?;
@@ -333,7 +361,12 @@ pub(super) async fn finalize(call: &Call, body: Body, kind: &'static Kind, addre
 }
 
 /// `pods/NAME/binding`.
-pub(super) async fn bind(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+pub(super) async fn bind(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
     let options = write_options(call)?;
     let body = read_body(body).await?;
     let (value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
@@ -349,16 +382,23 @@ pub(super) async fn bind(call: &Call, body: Body, kind: &'static Kind, address: 
     };
     let (namespace, name) = (&address.namespace, &address.name);
     call.inner.objects.update(kind, namespace, name, Part::Inner, options, bind).await?;
-    let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
+    let status =
+        json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
     Ok(respond_json(201, &status))
 }
 
 /// `pods/NAME/eviction`: a delete; there are no disruption budgets to ask.
-pub(super) async fn evict(call: &Call, body: Body, kind: &'static Kind, address: &Address) -> Result<Response, ApiError> {
+pub(super) async fn evict(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+    address: &Address,
+) -> Result<Response, ApiError> {
     let body = delete_body(call, body).await?;
     let mut options = delete_options(&call.params, &body["deleteOptions"])?;
     options.dry_run |= call.params.dry_run()?;
     call.inner.objects.delete(kind, &address.namespace, &address.name, &options).await?;
-    let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
+    let status =
+        json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
     Ok(respond_json(201, &status))
 }

@@ -9,11 +9,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::params::Params;
-use crate::{
-    error::ApiError,
-    resources::Kind,
-    store::Object,
-};
+use crate::{error::ApiError, resources::Kind, store::Object};
 
 /// A shape of answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +38,9 @@ fn ranges(headers: &HeaderMap) -> Vec<(String, Vec<(String, String)>)> {
         .map(|range| {
             let mut parts = range.split(';').map(str::trim);
             let media = parts.next().unwrap_or_default().to_lowercase();
-            let pairs = parts.filter_map(|part| part.split_once('=')).map(|(k, v)| (k.trim().into(), v.trim().into()));
+            let pairs = parts
+                .filter_map(|part| part.split_once('='))
+                .map(|(k, v)| (k.trim().into(), v.trim().into()));
             (media, pairs.collect())
         })
         .filter(|(media, _)| !media.is_empty())

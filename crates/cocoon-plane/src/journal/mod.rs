@@ -126,7 +126,11 @@ impl Drop for Durability {
     }
 }
 
-fn write_batches(mut journal: Box<dyn Journal>, queue: &mpsc::Receiver<Record>, state: &watch::Sender<State>) {
+fn write_batches(
+    mut journal: Box<dyn Journal>,
+    queue: &mpsc::Receiver<Record>,
+    state: &watch::Sender<State>,
+) {
     let mut closing = false;
     while let Ok(first) = queue.recv() {
         let mut batch = vec![first];

@@ -81,7 +81,8 @@ impl Journal for SqliteJournal {
         let Some(last) = batch.last() else { return Ok(()) };
         let transaction = self.connection.transaction()?;
         {
-            let mut put = transaction.prepare_cached("INSERT OR REPLACE INTO objects VALUES (?1, ?2, ?3, ?4, ?5)")?;
+            let mut put =
+                transaction.prepare_cached("INSERT OR REPLACE INTO objects VALUES (?1, ?2, ?3, ?4, ?5)")?;
             let mut remove = transaction
                 .prepare_cached("DELETE FROM objects WHERE tab = ?1 AND namespace = ?2 AND name = ?3")?;
             for record in batch {

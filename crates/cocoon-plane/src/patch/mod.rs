@@ -23,7 +23,8 @@ pub(crate) enum Patch {
 impl Patch {
     /// Reads a patch of the given content type (parameters already cut off).
     pub(crate) fn parse(content_type: &str, body: &[u8]) -> Result<Self, ApiError> {
-        let unreadable = |error: serde_json::Error| ApiError::bad_request(format!("error decoding patch: {error}"));
+        let unreadable =
+            |error: serde_json::Error| ApiError::bad_request(format!("error decoding patch: {error}"));
         let object = || match serde_json::from_slice(body).map_err(unreadable)? {
             value @ Value::Object(_) => Ok(value),
             _ => Err(ApiError::bad_request("error decoding patch: a merge patch must be a JSON object")),
@@ -47,12 +48,14 @@ impl Patch {
     pub(crate) fn apply(&self, kind: &Kind, mut current: Value) -> Result<Value, ApiError> {
         match self {
             Self::Json(patch) => json_patch::patch(&mut current, patch).map_err(|error| {
-                let message = format!("the server rejected our request due to an error in our request: {error}");
+                let message =
+                    format!("the server rejected our request due to an error in our request: {error}");
                 ApiError::new(422, "Invalid", message)
             })?,
             Self::Merge(patch) => json_patch::merge(&mut current, patch),
-            Self::Strategic(patch) => strategic::merge(kind.merge, &mut current, patch)
-                .map_err(|error| ApiError::bad_request(format!("unable to apply the strategic merge patch: {error}")))?,
+            Self::Strategic(patch) => strategic::merge(kind.merge, &mut current, patch).map_err(|error| {
+                ApiError::bad_request(format!("unable to apply the strategic merge patch: {error}"))
+            })?,
         }
         Ok(current)
     }

@@ -125,7 +125,9 @@ fn merge_list(
     patch: &[Value],
     depth: usize,
 ) -> Result<(), MergeError> {
-    let replace = patch.iter().any(|item| item.get(DIRECTIVE).and_then(Value::as_str) == Some("replace") && only_directive(item));
+    let replace = patch
+        .iter()
+        .any(|item| item.get(DIRECTIVE).and_then(Value::as_str) == Some("replace") && only_directive(item));
     let (Some(rule), Value::Array(current), false) = (rule(rules, path), &mut *target, replace) else {
         *target = patch.iter().filter(|item| !only_directive(item)).map(plain_value).collect();
         return Ok(());
@@ -217,7 +219,9 @@ fn delete_from(target: &mut Map<String, Value>, field: &str, gone: &Value) -> Re
 
 /// Sorts the items that `order` names; the others keep their place behind their neighbour.
 fn reorder(rule: Option<Merge>, target: Option<&mut Value>, order: &Value) {
-    let (Some(rule), Some(Value::Array(items)), Some(order)) = (rule, target, order.as_array()) else { return };
+    let (Some(rule), Some(Value::Array(items)), Some(order)) = (rule, target, order.as_array()) else {
+        return;
+    };
     let rank = |item: &Value| match rule {
         Merge::Set => order.iter().position(|wanted| wanted == item),
         Merge::ByKey(key) => order.iter().position(|wanted| wanted.get(key) == item.get(key)),
@@ -267,17 +271,20 @@ mod tests {
                 "tolerations": [{ "key": "b" }]
             }
         });
-        assert_eq!(patched(pod, &patch).unwrap(), json!({
-            "metadata": { "finalizers": ["a", "b"], "labels": { "y": "2" } },
-            "spec": {
-                "containers": [
-                    { "name": "c", "image": "one", "args": ["y"],
-                      "env": [{ "name": "A", "value": "1" }, { "name": "B", "value": "2" }] },
-                    { "name": "d", "image": "two" }
-                ],
-                "tolerations": [{ "key": "b" }]
-            }
-        }));
+        assert_eq!(
+            patched(pod, &patch).unwrap(),
+            json!({
+                "metadata": { "finalizers": ["a", "b"], "labels": { "y": "2" } },
+                "spec": {
+                    "containers": [
+                        { "name": "c", "image": "one", "args": ["y"],
+                          "env": [{ "name": "A", "value": "1" }, { "name": "B", "value": "2" }] },
+                        { "name": "d", "image": "two" }
+                    ],
+                    "tolerations": [{ "key": "b" }]
+                }
+            })
+        );
     }
 
     #[test]
@@ -287,24 +294,43 @@ mod tests {
             "volumes": [{ "name": "v", "emptyDir": {} }], "securityContext": { "runAsUser": 1 }
         } });
         for (patch, path, wanted) in [
-            (json!({ "spec": { "containers": [{ "$patch": "delete", "name": "a" }] } }), "/spec/containers",
-             json!([{ "name": "b", "image": "2" }])),
-            (json!({ "spec": { "containers": [{ "$patch": "replace" }, { "name": "z" }] } }), "/spec/containers",
-             json!([{ "name": "z" }])),
-            (json!({ "spec": { "securityContext": { "$patch": "replace", "fsGroup": 2 } } }), "/spec/securityContext",
-             json!({ "fsGroup": 2 })),
-            (json!({ "metadata": { "$deleteFromPrimitiveList/finalizers": ["a"] } }), "/metadata/finalizers",
-             json!(["b"])),
-            (json!({ "spec": { "$setElementOrder/containers": [{ "name": "c" }, { "name": "b" }, { "name": "a" }],
-                     "containers": [{ "name": "c", "image": "3" }] } }), "/spec/containers",
-             json!([{ "name": "c", "image": "3" }, { "name": "b", "image": "2" }, { "name": "a", "image": "1" }])),
-            (json!({ "spec": { "volumes": [{ "name": "v", "$retainKeys": ["name", "secret"],
-                     "secret": { "secretName": "s" } }] } }), "/spec/volumes",
-             json!([{ "name": "v", "secret": { "secretName": "s" } }])),
+            (
+                json!({ "spec": { "containers": [{ "$patch": "delete", "name": "a" }] } }),
+                "/spec/containers",
+                json!([{ "name": "b", "image": "2" }]),
+            ),
+            (
+                json!({ "spec": { "containers": [{ "$patch": "replace" }, { "name": "z" }] } }),
+                "/spec/containers",
+                json!([{ "name": "z" }]),
+            ),
+            (
+                json!({ "spec": { "securityContext": { "$patch": "replace", "fsGroup": 2 } } }),
+                "/spec/securityContext",
+                json!({ "fsGroup": 2 }),
+            ),
+            (
+                json!({ "metadata": { "$deleteFromPrimitiveList/finalizers": ["a"] } }),
+                "/metadata/finalizers",
+                json!(["b"]),
+            ),
+            (
+                json!({ "spec": { "$setElementOrder/containers": [{ "name": "c" }, { "name": "b" }, { "name": "a" }],
+                     "containers": [{ "name": "c", "image": "3" }] } }),
+                "/spec/containers",
+                json!([{ "name": "c", "image": "3" }, { "name": "b", "image": "2" }, { "name": "a", "image": "1" }]),
+            ),
+            (
+                json!({ "spec": { "volumes": [{ "name": "v", "$retainKeys": ["name", "secret"],
+                     "secret": { "secretName": "s" } }] } }),
+                "/spec/volumes",
+                json!([{ "name": "v", "secret": { "secretName": "s" } }]),
+            ),
         ] {
             assert_eq!(patched(pod.clone(), &patch).unwrap().pointer(path), Some(&wanted), "{patch}");
         }
-        let deleted = patched(pod, &json!({ "spec": { "securityContext": { "$patch": "delete" } } })).unwrap();
+        let deleted =
+            patched(pod, &json!({ "spec": { "securityContext": { "$patch": "delete" } } })).unwrap();
         assert_eq!(deleted.pointer("/spec/securityContext"), None);
     }
 
@@ -323,12 +349,14 @@ mod tests {
 
     /// Small pods, and patches without directives.
     fn small() -> impl Strategy<Value = Value> {
-        let container = ("[ab]", proptest::option::of("[xy]"), proptest::collection::btree_map("[AB]", "[12]", 0..3));
+        let container =
+            ("[ab]", proptest::option::of("[xy]"), proptest::collection::btree_map("[AB]", "[12]", 0..3));
         let containers = proptest::collection::vec(container, 0..3).prop_map(|items| {
             let mut seen = std::collections::BTreeSet::new();
             let items = items.into_iter().filter(|(name, ..)| seen.insert(name.clone()));
             let items = items.map(|(name, image, env)| {
-                let env: Vec<_> = env.iter().map(|(name, value)| json!({ "name": name, "value": value })).collect();
+                let env: Vec<_> =
+                    env.iter().map(|(name, value)| json!({ "name": name, "value": value })).collect();
                 json!({ "name": name, "image": image, "env": env })
             });
             Value::Array(items.collect())

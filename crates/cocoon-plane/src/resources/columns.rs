@@ -70,8 +70,12 @@ pub(super) const EVENT: &[Column] = &[
     wide("Count", "How often it happened."),
     wide("Name", "Name of the event."),
 ];
-pub(super) const SECRET: &[Column] =
-    &[NAME, column("Type", "Its type."), Column { kind: "integer", ..column("Data", "How many entries.") }, AGE];
+pub(super) const SECRET: &[Column] = &[
+    NAME,
+    column("Type", "Its type."),
+    Column { kind: "integer", ..column("Data", "How many entries.") },
+    AGE,
+];
 pub(super) const CONFIG_MAP: &[Column] =
     &[NAME, Column { kind: "integer", ..column("Data", "How many entries.") }, AGE];
 pub(super) const SERVICE_ACCOUNT: &[Column] =
@@ -128,7 +132,8 @@ pub(super) fn name_and_age(object: &Value, now: Timestamp) -> Vec<Value> {
 
 pub(super) fn pod(pod: &Value, now: Timestamp) -> Vec<Value> {
     let statuses = list(pod, "/status/containerStatuses");
-    let ready = statuses.iter().filter(|s| flag(s, "/ready") && s.pointer("/state/running").is_some()).count();
+    let ready =
+        statuses.iter().filter(|s| flag(s, "/ready") && s.pointer("/state/running").is_some()).count();
     let all = list(pod, "/spec/containers").len();
     let gates = list(pod, "/spec/readinessGates");
     let passed = gates.iter().filter(|gate| condition(pod, text(gate, "/conditionType")) == "True").count();
@@ -280,7 +285,9 @@ pub(super) fn event(event: &Value, now: Timestamp) -> Vec<Value> {
     let series = text(event, "/series/lastObservedTime").to_owned();
     let last = either("/lastTimestamp", "/deprecatedLastTimestamp");
     let last = [series, last, first.clone()].into_iter().find(|stamp| !stamp.is_empty()).unwrap_or_default();
-    let count = int(event, "/series/count").or_else(|| int(event, "/count")).or_else(|| int(event, "/deprecatedCount"));
+    let count = int(event, "/series/count")
+        .or_else(|| int(event, "/count"))
+        .or_else(|| int(event, "/deprecatedCount"));
     let kind = either("/involvedObject/kind", "/regarding/kind").to_lowercase();
     let about = either("/involvedObject/name", "/regarding/name");
     let source = either("/source/component", "/reportingComponent");
@@ -288,7 +295,8 @@ pub(super) fn event(event: &Value, now: Timestamp) -> Vec<Value> {
     let host = text(event, "/source/host");
     let last_seen = if count.unwrap_or(1) > 1 {
         let (last, first) = (since(&last, now), since(&first, now));
-        format!("{} (x{} over {})", last.unwrap_or_default(), count.unwrap_or(1), first.unwrap_or_default()).into()
+        format!("{} (x{} over {})", last.unwrap_or_default(), count.unwrap_or(1), first.unwrap_or_default())
+            .into()
     } else {
         since_or_unknown(&last, now)
     };
@@ -307,7 +315,8 @@ pub(super) fn event(event: &Value, now: Timestamp) -> Vec<Value> {
 }
 
 fn entries(object: &Value, fields: &[&str]) -> Value {
-    let count: usize = fields.iter().filter_map(|f| object.get(f)).filter_map(Value::as_object).map(|m| m.len()).sum();
+    let count: usize =
+        fields.iter().filter_map(|f| object.get(f)).filter_map(Value::as_object).map(|m| m.len()).sum();
     json!(count)
 }
 

@@ -96,9 +96,7 @@ impl Kind {
     pub(crate) fn field(&self, value: &Value, field: &str) -> Box<str> {
         let found = match field {
             // Events of either origin answer to the same name.
-            "source" => value
-                .pointer("/source/component")
-                .or_else(|| value.pointer("/reportingComponent")),
+            "source" => value.pointer("/source/component").or_else(|| value.pointer("/reportingComponent")),
             _ => value.pointer(&format!("/{}", field.replace('.', "/"))),
         };
         match found {
@@ -137,7 +135,11 @@ impl Kind {
         self.renames.is_empty()
     }
 
-    fn rename(&self, value: &mut Value, pair: impl Fn((&'static str, &'static str)) -> (&'static str, &'static str)) {
+    fn rename(
+        &self,
+        value: &mut Value,
+        pair: impl Fn((&'static str, &'static str)) -> (&'static str, &'static str),
+    ) {
         let map = crate::json::map(value);
         let moved: Vec<_> = self
             .renames

@@ -131,7 +131,8 @@ fn default_container(container: &mut Value) {
 
 fn default_probe(probe: &mut Value) {
     let map = json::map(probe);
-    for (field, value) in [("timeoutSeconds", 1), ("periodSeconds", 10), ("successThreshold", 1), ("failureThreshold", 3)]
+    for (field, value) in
+        [("timeoutSeconds", 1), ("periodSeconds", 10), ("successThreshold", 1), ("failureThreshold", 3)]
     {
         json::default(map, field, value);
     }
@@ -296,12 +297,20 @@ fn validate_tolerations(pod: &Value, causes: &mut Causes) {
         let (key, operator) = (text(toleration, "/key"), text(toleration, "/operator"));
         match operator {
             "" | "Equal" if key.is_empty() => {
-                causes.invalid(field("operator"), &operator.into(), "operator must be Exists when `key` is empty");
+                causes.invalid(
+                    field("operator"),
+                    &operator.into(),
+                    "operator must be Exists when `key` is empty",
+                );
             }
             "" | "Equal" => {}
             "Exists" if text(toleration, "/value").is_empty() => {}
             "Exists" => {
-                causes.invalid(field("operator"), &toleration["value"], "value must be empty when `operator` is 'Exists'");
+                causes.invalid(
+                    field("operator"),
+                    &toleration["value"],
+                    "value must be empty when `operator` is 'Exists'",
+                );
             }
             other => causes.unsupported(field("operator"), other, &["Equal", "Exists"]),
         }
@@ -430,22 +439,26 @@ mod tests {
             ],
             "tolerations": [{ "operator": "Exists", "value": "x" }, { "key": "a", "effect": "Never" }]
         }));
-        assert_eq!(complaints(&bad), [
-            "spec.restartPolicy",
-            "spec.containers[0].name",
-            "spec.containers[0].image",
-            "spec.containers[0].volumeMounts[0].name",
-            "spec.containers[1].resources.requests",
-            "spec.containers[2].name",
-            "spec.containers[2].ports[0].containerPort",
-            "spec.tolerations[0].operator",
-            "spec.tolerations[1].effect",
-        ]);
+        assert_eq!(
+            complaints(&bad),
+            [
+                "spec.restartPolicy",
+                "spec.containers[0].name",
+                "spec.containers[0].image",
+                "spec.containers[0].volumeMounts[0].name",
+                "spec.containers[1].resources.requests",
+                "spec.containers[2].name",
+                "spec.containers[2].ports[0].containerPort",
+                "spec.tolerations[0].operator",
+                "spec.tolerations[1].effect",
+            ]
+        );
     }
 
     #[test]
     fn an_update_may_change_images_and_add_tolerations_and_nothing_else() {
-        let old = pod(json!({ "containers": [{ "name": "a", "image": "x:1" }], "tolerations": [{ "key": "a" }] }));
+        let old =
+            pod(json!({ "containers": [{ "name": "a", "image": "x:1" }], "tolerations": [{ "key": "a" }] }));
         for (path, value, allowed) in [
             ("/spec/containers/0/image", json!("x:2"), true),
             ("/spec/tolerations", json!([{ "key": "a" }, { "key": "b" }]), true),

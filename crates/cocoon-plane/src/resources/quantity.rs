@@ -9,7 +9,8 @@ use crate::error::Causes;
 
 /// The value in thousandths, rounded up; `None` for a text that is no quantity.
 pub(crate) fn milli(text: &str) -> Option<i128> {
-    let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '+' || c == '-')).unwrap_or(text.len());
+    let end =
+        text.find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '+' || c == '-')).unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);
     let (numerator, denominator) = decimal(number)?;
     let (factor, divisor) = scale(suffix)?;

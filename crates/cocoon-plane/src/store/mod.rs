@@ -82,7 +82,15 @@ impl Filter {
             (true, true) => Change::Modified,
             (true, false) => Change::Deleted,
         };
-        Some(Notice::Change(change, Arc::clone(&event.object)))
+        let object = match &event.previous {
+            // Who sees an object leave sees it as he knew it, under the revision at which it left.
+            Some(previous) if change == Change::Deleted && event.change != Change::Deleted => {
+                by_table(previous.key.table)
+                    .map(|kind| Arc::new(Object::new(kind, previous.value(), event.object.revision)))?
+            }
+            _ => Arc::clone(&event.object),
+        };
+        Some(Notice::Change(change, object))
     }
 }
 
@@ -184,7 +192,9 @@ impl Store {
     fn in_table(&self, table: &str, namespace: Option<&str>) -> Vec<Arc<Object>> {
         let Some(namespaces) = self.tables.get(table) else { return Vec::new() };
         match namespace {
-            Some(namespace) => namespaces.get(namespace).into_iter().flat_map(Names::values).cloned().collect(),
+            Some(namespace) => {
+                namespaces.get(namespace).into_iter().flat_map(Names::values).cloned().collect()
+            }
             None => namespaces.values().flat_map(Names::values).cloned().collect(),
         }
     }
