@@ -4,7 +4,7 @@
 //! Invariants: everything happens in the network namespace of the calling thread; a bridge that we did
 //! not make is used but never removed; what was changed is recorded before it is changed, and put back.
 
-use std::{io, net::Ipv4Addr};
+use std::{io, net::Ipv4Addr, time::Duration};
 
 use cocoon_kit::files;
 use jiff::Timestamp;
@@ -21,6 +21,9 @@ use crate::{
     rules::{self, AddressRow, TapRow},
     sysctl,
 };
+
+/// How long a daemon that was told to end may take.
+const DAEMON_ENDS: Duration = Duration::from_secs(2);
 
 /// Why a host network could not be made, checked or removed.
 #[derive(Debug, Error)]
@@ -97,7 +100,8 @@ pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
     refuse_overlap(network, &netlink).await?;
     let bridge = ensure_bridge(network, &netlink).await?;
     let inherited = inherited_forwarding(network).await;
-    let saved = sysctl::forwarding_on(&network.state_dir, inherited).map_err(at.system("net.ipv4.ip_forward"))?;
+    let saved =
+        sysctl::forwarding_on(&network.state_dir, inherited).map_err(at.system("net.ipv4.ip_forward"))?;
     apply_filter(network, &netlink, &saved.ip_forward).await?;
     coexist_with_others(network).await;
     repair_taps(network, &netlink, bridge).await?;
@@ -107,7 +111,7 @@ pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
     Ok(State { index: bridge, listing })
 }
 
-/// Whether everything is still as `state` says, taps and rules of others included.
+/// Whether everything of ours is still as `state` says, taps included.
 pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, BridgeError> {
     let at = At(network);
     let rows = match nft::list_json(&rules::list_rows(&network.bridge)).await {
@@ -116,7 +120,8 @@ pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, Brid
     };
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
-    let bridge = links.iter().find(|link| link.name == network.bridge && link.index == state.index && link.up);
+    let bridge =
+        links.iter().find(|link| link.name == network.bridge && link.index == state.index && link.up);
     let addressed = has_address(network, &netlink, state.index).await?;
     // A tap that is just being made or removed looks damaged too: who finds damage looks twice.
     let taps = links::taps_of(network, &links);
@@ -124,8 +129,7 @@ pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, Brid
     let wired = taps.iter().all(|(tap, mac)| tap.controller == Some(state.index) && row(tap, *mac))
         && rows.iter().all(|(tap, _)| links::exists(&links, tap));
     let listed = list_tables(network).await.is_ok_and(|listing| listing == state.listing);
-    let others = others_accept(network).await.is_none();
-    Ok(bridge.is_some() && addressed && wired && listed && others)
+    Ok(bridge.is_some() && addressed && wired && listed)
 }
 
 /// Removes the network: filter, bridge, changed switches and the state files. Refuses while VMs have
@@ -134,20 +138,35 @@ pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), Bridge
     let at = At(network);
     names::check_bridge(&network.bridge).map_err(ConfigError::Value)?;
     files::private_folder(&network.state_dir).map_err(at.system("state folder"))?;
-    let lock = files::Lock::try_acquire(&crate::daemon::lock_file(network)).map_err(at.system("daemon lock"))?;
-    let Some(_lock) = lock else { return Err(BridgeError::DaemonRuns(network.bridge.clone())) };
+    let _lock = daemon_gone(network).await?;
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
     remove_taps(network, &netlink, force).await?;
     let found = netlink.link(&network.bridge).await.map_err(at.system("lookup"))?;
     if let Some(bridge) = found.filter(|link| link.alias.as_deref() == Some(BRIDGE_ALIAS)) {
         netlink.delete(bridge.index).await.map_err(at.system("removal"))?;
     }
-    let foreign = nft::list_json(coexist::LIST).await.map(|listing| coexist::removals(&listing, &network.bridge));
+    let foreign =
+        nft::list_json(coexist::LIST).await.map(|listing| coexist::removals(&listing, &network.bridge));
     let text = rules::delete_tables(&network.bridge) + &foreign.unwrap_or_default();
     nft::apply(&text).await.map_err(at.filter())?;
     let others = !other_tables(network).await.map_err(at.filter())?.is_empty();
     sysctl::forwarding_back(&network.state_dir, others).map_err(at.system("net.ipv4.ip_forward"))?;
     remove_state(network).map_err(at.system("state files"))
+}
+
+/// Waits a moment for a daemon that is ending.
+async fn daemon_gone(network: &NetworkConfig) -> Result<files::Lock, BridgeError> {
+    let end = tokio::time::Instant::now() + DAEMON_ENDS;
+    loop {
+        let lock = files::Lock::try_acquire(&crate::daemon::lock_file(network));
+        match lock.map_err(At(network).system("daemon lock"))? {
+            Some(lock) => return Ok(lock),
+            None if tokio::time::Instant::now() > end => {
+                return Err(BridgeError::DaemonRuns(network.bridge.clone()));
+            }
+            None => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
 }
 
 async fn remove_taps(network: &NetworkConfig, netlink: &Netlink, force: bool) -> Result<(), BridgeError> {
@@ -184,7 +203,9 @@ async fn refuse_overlap(network: &NetworkConfig, netlink: &Netlink) -> Result<()
     let overlaps = |net: &ipnet::Ipv4Net| net.network() <= last && first <= net.broadcast();
     match addresses.iter().find(|(index, net)| Some(*index) != own && overlaps(net)) {
         None => Ok(()),
-        Some((_, net)) => Err(BridgeError::Overlap { subnet: network.subnet.to_string(), address: net.to_string() }),
+        Some((_, net)) => {
+            Err(BridgeError::Overlap { subnet: network.subnet.to_string(), address: net.to_string() })
+        }
     }
 }
 
@@ -199,8 +220,10 @@ async fn ensure_bridge(network: &NetworkConfig, netlink: &Netlink) -> Result<u32
     let Some(bridge) = found.filter(|link| link.is_bridge) else {
         return Err(BridgeError::NotABridge(name.clone()));
     };
-    // Guests are IPv4 only; a kernel without IPv6 has no such switch.
-    let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+    if bridge.alias.as_deref() == Some(BRIDGE_ALIAS) {
+        // Guests are IPv4 only; a kernel without IPv6 has no such switch.
+        let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+    }
     if !has_address(network, netlink, bridge.index).await? {
         let prefix = network.subnet.prefix_len();
         netlink.add_address(bridge.index, network.gateway, prefix).await.map_err(at.system("address"))?;
@@ -228,12 +251,18 @@ async fn has_address(network: &NetworkConfig, netlink: &Netlink, index: u32) -> 
     Ok(addresses.iter().any(|(at, net)| *at == index && net.addr() == gateway && net.prefix_len() == prefix))
 }
 
-async fn apply_filter(network: &NetworkConfig, netlink: &Netlink, old_forward: &str) -> Result<(), BridgeError> {
+async fn apply_filter(
+    network: &NetworkConfig,
+    netlink: &Netlink,
+    old_forward: &str,
+) -> Result<(), BridgeError> {
     let at = At(network);
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
-    let taps: Vec<TapRow> = links::taps_of(network, &links).into_iter().map(|(tap, mac)| (tap.name.clone(), mac)).collect();
+    let taps: Vec<TapRow> =
+        links::taps_of(network, &links).into_iter().map(|(tap, mac)| (tap.name.clone(), mac)).collect();
     let leases = leases::load(&network.lease_file())?.live(Timestamp::now());
-    let addresses: Vec<AddressRow> = leases.values().filter_map(|lease| Some((lease.mac.parse().ok()?, lease.ip))).collect();
+    let addresses: Vec<AddressRow> =
+        leases.values().filter_map(|lease| Some((lease.mac.parse().ok()?, lease.ip))).collect();
     let text = rules::host_table(network, &note(old_forward)) + &rules::tap_table(network, &taps, &addresses);
     nft::apply(&text).await.map_err(at.filter())
 }
@@ -280,18 +309,20 @@ async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
     Ok(names.filter(|name| name.starts_with(TABLE_PREFIX) && *name != own).map(str::to_owned).collect())
 }
 
-/// The rules that tables of others lack; `None` if they lack none, or there are none.
-async fn others_accept(network: &NetworkConfig) -> Option<String> {
-    let listing = nft::list_json(coexist::LIST).await.ok()?;
-    Some(coexist::accepts(&listing, &network.bridge)).filter(|text| !text.is_empty())
-}
-
-/// Best effort: the other firewall may be changing its own table at this moment; the next sweep looks again.
-async fn coexist_with_others(network: &NetworkConfig) {
-    if let Some(text) = others_accept(network).await
-        && let Err(message) = nft::apply(&text).await
-    {
-        tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
+/// Opens the tables of other firewalls for guests, where they would drop their packets. Best effort: the
+/// other may be changing its own table at this moment; the next sweep looks again.
+pub(crate) async fn coexist_with_others(network: &NetworkConfig) {
+    // No such table is the ordinary case.
+    let Ok(listing) = nft::list_json(coexist::LIST).await else { return };
+    let text = coexist::accepts(&listing, &network.bridge);
+    if text.is_empty() {
+        return;
+    }
+    match nft::apply(&text).await {
+        Ok(()) => tracing::info!(bridge = network.bridge, "the host's own firewall is opened for guests"),
+        Err(message) => {
+            tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
+        }
     }
 }
 

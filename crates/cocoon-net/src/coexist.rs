@@ -42,7 +42,10 @@ fn add(text: &mut String, tagged: &[Rule], chain: &str, bridge: &str, matching: 
 /// What has to be removed from the listed table to leave nothing of this bridge in it.
 pub(crate) fn removals(listing: &[Value], bridge: &str) -> String {
     let rules = tagged(listing, bridge);
-    rules.iter().map(|rule| format!("delete rule ip filter {} handle {}\n", rule.chain, rule.handle)).collect()
+    rules
+        .iter()
+        .map(|rule| format!("delete rule ip filter {} handle {}\n", rule.chain, rule.handle))
+        .collect()
 }
 
 struct Rule {
@@ -59,7 +62,11 @@ fn tagged(listing: &[Value], bridge: &str) -> Vec<Rule> {
         .filter(|rule| rule.get("comment").and_then(Value::as_str) == Some(&tag))
         .filter_map(|rule| {
             let key = rule.pointer("/expr/0/match/left/meta/key").and_then(Value::as_str).unwrap_or_default();
-            Some(Rule { chain: rule.get("chain")?.as_str()?.to_owned(), handle: rule.get("handle")?.as_u64()?, key: key.to_owned() })
+            Some(Rule {
+                chain: rule.get("chain")?.as_str()?.to_owned(),
+                handle: rule.get("handle")?.as_u64()?,
+                key: key.to_owned(),
+            })
         })
         .collect()
 }
@@ -99,7 +106,11 @@ mod tests {
              insert rule ip filter FORWARD oifname \"cocoon0\" accept comment \"cocoon:cocoon0\"\n\
              insert rule ip filter INPUT iifname \"cocoon0\" udp dport 67 accept comment \"cocoon:cocoon0\"\n"
         );
-        let docker = [chain("FORWARD", Some("drop")), chain("DOCKER-USER", None), rule("DOCKER-USER", 7, "iifname", "cocoon:cocoon0")];
+        let docker = [
+            chain("FORWARD", Some("drop")),
+            chain("DOCKER-USER", None),
+            rule("DOCKER-USER", 7, "iifname", "cocoon:cocoon0"),
+        ];
         assert_eq!(
             accepts(&docker, "cocoon0"),
             "insert rule ip filter DOCKER-USER oifname \"cocoon0\" accept comment \"cocoon:cocoon0\"\n"
@@ -108,7 +119,11 @@ mod tests {
 
     #[test]
     fn only_our_own_rules_are_removed() {
-        let listing = [rule("FORWARD", 7, "iifname", "cocoon:cocoon0"), rule("FORWARD", 8, "iifname", "cocoon:cocoon1"), rule("INPUT", 9, "iifname", "")];
+        let listing = [
+            rule("FORWARD", 7, "iifname", "cocoon:cocoon0"),
+            rule("FORWARD", 8, "iifname", "cocoon:cocoon1"),
+            rule("INPUT", 9, "iifname", ""),
+        ];
         assert_eq!(removals(&listing, "cocoon0"), "delete rule ip filter FORWARD handle 7\n");
     }
 }

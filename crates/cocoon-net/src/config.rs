@@ -93,7 +93,10 @@ impl NetworkConfig {
             )));
         }
         if self.dns.len() > 32 {
-            return Err(ConfigError::Value(format!("{} name servers are too many; give at most 32", self.dns.len())));
+            return Err(ConfigError::Value(format!(
+                "{} name servers are too many; give at most 32",
+                self.dns.len()
+            )));
         }
         Ok(())
     }
@@ -102,7 +105,10 @@ impl NetworkConfig {
     pub fn pool(&self) -> Result<Vec<Ipv4Addr>, ConfigError> {
         let pool = hosts(self.subnet, self.gateway, MAX_POOL)?;
         if pool.is_empty() {
-            return Err(ConfigError::Value(format!("subnet {} has no address for a VM; give a wider one", self.subnet)));
+            return Err(ConfigError::Value(format!(
+                "subnet {} has no address for a VM; give a wider one",
+                self.subnet
+            )));
         }
         Ok(pool)
     }
@@ -112,7 +118,8 @@ impl NetworkConfig {
         let path = state_dir.join("network.json");
         let name = path.display().to_string();
         let text = std::fs::read(&path).map_err(|source| ConfigError::Io { path: name.clone(), source })?;
-        serde_json::from_slice(&text).map_err(|error| ConfigError::Corrupt { path: name, message: error.to_string() })
+        serde_json::from_slice(&text)
+            .map_err(|error| ConfigError::Corrupt { path: name, message: error.to_string() })
     }
 
     /// Writes the copy, durably, if it would change.
@@ -146,7 +153,8 @@ pub fn first_host(cidr: &str) -> Result<Ipv4Addr, ConfigError> {
 }
 
 fn parse_subnet(cidr: &str) -> Result<Ipv4Net, ConfigError> {
-    cidr.parse().map_err(|_| ConfigError::Value(format!("{cidr:?} is not an IPv4 subnet such as 172.20.100.0/24")))
+    cidr.parse()
+        .map_err(|_| ConfigError::Value(format!("{cidr:?} is not an IPv4 subnet such as 172.20.100.0/24")))
 }
 
 fn hosts(subnet: Ipv4Net, gateway: Ipv4Addr, count: i64) -> Result<Vec<Ipv4Addr>, ConfigError> {
@@ -154,7 +162,9 @@ fn hosts(subnet: Ipv4Net, gateway: Ipv4Addr, count: i64) -> Result<Vec<Ipv4Addr>
         .map_err(|_| ConfigError::Value(format!("{count} addresses cannot be given; ask for 0 or more")))?;
     let (network, broadcast) = (subnet.network(), subnet.broadcast());
     if !subnet.contains(&gateway) || gateway == network || gateway == broadcast {
-        return Err(ConfigError::Value(format!("gateway {gateway} is not a host address of subnet {subnet}")));
+        return Err(ConfigError::Value(format!(
+            "gateway {gateway} is not a host address of subnet {subnet}"
+        )));
     }
     let inner = u32::from(network).saturating_add(1)..u32::from(broadcast);
     Ok(inner.map(Ipv4Addr::from).filter(|address| *address != gateway).take(count).collect())

@@ -161,7 +161,9 @@ async fn converse(stream: UnixStream, calls: &mpsc::Sender<Call>) -> io::Result<
         let whole = line.ends_with(b"\n");
         let answer = match serde_json::from_slice(&line) {
             Ok(request) if whole => call(calls, request).await,
-            _ => Answer::failed("not a request of this socket; ask {\"release\":MAC}, {\"ping\":true} or {\"status\":true}"),
+            _ => Answer::failed(
+                "not a request of this socket; ask {\"release\":MAC}, {\"ping\":true} or {\"status\":true}",
+            ),
         };
         let mut text = serde_json::to_vec(&answer)?;
         text.push(b'\n');

@@ -8,6 +8,10 @@
 use std::{
     io::{self, Seek as _, Write as _},
     net::{Ipv4Addr, SocketAddrV4},
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::net::{SocketAddr, UnixDatagram},
+    },
     path::PathBuf,
     time::Duration,
 };
@@ -27,7 +31,7 @@ use crate::{
     bridge::{self, BridgeError, State},
     config::NetworkConfig,
     control::{self, Answer, Call, Request, Status},
-    dhcp::{Effect, Outcome, Server, Settings, packet::Reply},
+    dhcp::{Effect, Outcome, Server, Settings, packet::Reply, table::Table},
     leases::{self, LeaseError},
     names::Mac,
     nft, rules,
@@ -60,13 +64,20 @@ impl From<NetworkConfig> for DaemonOptions {
 #[non_exhaustive]
 pub enum DaemonError {
     /// Another daemon has this state folder.
-    #[error("a network daemon (pid {pid}) already runs on {folder}; stop it first, or use another state folder")]
+    #[error(
+        "a network daemon (pid {pid}) already runs on {folder}; stop it first, or use another state folder"
+    )]
     Taken {
         /// The other daemon.
         pid: String,
         /// The state folder.
         folder: String,
     },
+    /// Another daemon serves this bridge, from another state folder.
+    #[error(
+        "another network daemon already serves bridge {0} from another state folder; stop it first, or use another bridge"
+    )]
+    BridgeTaken(String),
     /// The network could not be made.
     #[error(transparent)]
     Bridge(#[from] BridgeError),
@@ -94,6 +105,7 @@ pub(crate) fn lock_file(network: &NetworkConfig) -> PathBuf {
 pub async fn run(options: DaemonOptions, shutdown: CancellationToken) -> Result<(), DaemonError> {
     let DaemonOptions { network, sweep_every } = options;
     let _lock = lock(&network)?;
+    let _claim = claim(&network)?;
     let now = Timestamp::now();
     // Before anything is touched: a lease file that cannot be read must not cost anybody an address.
     let server = load(&network, now)?;
@@ -134,6 +146,19 @@ fn lock(network: &NetworkConfig) -> Result<Lock, DaemonError> {
     };
     note().map_err(system("lock", &name))?;
     Ok(lock)
+}
+
+/// One daemon a bridge. Names of abstract sockets belong to a network namespace, as bridges do, and go with
+/// their process.
+fn claim(network: &NetworkConfig) -> Result<UnixDatagram, DaemonError> {
+    let name = format!("cocoon-net/{}", network.bridge);
+    let address = SocketAddr::from_abstract_name(&name).map_err(system("claim", &name))?;
+    match UnixDatagram::bind_addr(&address) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            Err(DaemonError::BridgeTaken(network.bridge.clone()))
+        }
+        result => result.map_err(system("claim", &name)),
+    }
 }
 
 fn load(network: &NetworkConfig, now: Timestamp) -> Result<Server, DaemonError> {
@@ -181,7 +206,12 @@ struct Daemon {
 }
 
 impl Daemon {
-    async fn serve(&mut self, mut calls: mpsc::Receiver<Call>, sweep_every: Duration, shutdown: &CancellationToken) {
+    async fn serve(
+        &mut self,
+        mut calls: mpsc::Receiver<Call>,
+        sweep_every: Duration,
+        shutdown: &CancellationToken,
+    ) {
         let mut sweep = interval(sweep_every);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -213,7 +243,9 @@ impl Daemon {
         let mut buffer = vec![0; MAX_PACKET];
         while outcomes.len() <= BATCH {
             match self.socket.try_recv_from(&mut buffer) {
-                Ok((length, _)) => outcomes.push(self.server.handle(buffer.get(..length).unwrap_or_default(), now)),
+                Ok((length, _)) => {
+                    outcomes.push(self.server.handle(buffer.get(..length).unwrap_or_default(), now))
+                }
                 Err(error) => {
                     if error.kind() != io::ErrorKind::WouldBlock {
                         tracing::warn!(%error, "receiving on the DHCP socket");
@@ -222,12 +254,13 @@ impl Daemon {
                 }
             }
         }
-        let effects: Vec<Effect> = outcomes.iter().flat_map(|outcome| outcome.effects.iter().copied()).collect();
+        let effects: Vec<Effect> =
+            outcomes.iter().flat_map(|outcome| outcome.effects.iter().copied()).collect();
         let done = self.commit(&effects).await;
         if let Err(message) = &done {
             tracing::error!(message, "leases could not be kept; nothing is granted");
             let failed = outcomes.iter().filter(|outcome| outcome.refusal.is_some()).count();
-            self.server.restore(checkpoint, failed as u64);
+            self.undo(checkpoint, failed as u64).await;
         }
         for outcome in outcomes {
             let changed = !outcome.effects.is_empty();
@@ -246,13 +279,11 @@ impl Daemon {
     }
 
     /// Makes effects real: first the lease file, then the filter rows.
-    async fn commit(&self, effects: &[Effect]) -> Result<(), String> {
+    async fn commit(&mut self, effects: &[Effect]) -> Result<(), String> {
         if effects.is_empty() {
             return Ok(());
         }
-        let (file, rows) = (self.network.lease_file(), self.server.leases());
-        let saved = tokio::task::spawn_blocking(move || leases::save(&file, &rows)).await;
-        saved.map_err(|error| error.to_string())?.map_err(|error| format!("{error}: {}", source(&error)))?;
+        self.save().await?;
         let bridge = &self.network.bridge;
         let text: String = effects
             .iter()
@@ -261,7 +292,18 @@ impl Daemon {
                 Effect::Revoke { mac, ip } => rules::delete_address(bridge, mac, ip),
             })
             .collect();
-        nft::apply(&text).await
+        let Err(message) = nft::apply(&text).await else { return Ok(()) };
+        // Most likely somebody flushed the filter. A repair puts in every row of the file just written.
+        if self.repair().await { Ok(()) } else { Err(message) }
+    }
+
+    /// Goes back to an earlier state; `failed` requests count as refused.
+    async fn undo(&mut self, checkpoint: Table, failed: u64) {
+        self.server.restore(checkpoint, failed);
+        // The file may have been written before the packet filter refused.
+        if let Err(message) = self.save().await {
+            tracing::warn!(message, "the lease file may name an address that was not granted");
+        }
     }
 
     async fn answer(&mut self, request: Request) -> Answer {
@@ -293,7 +335,7 @@ impl Daemon {
         match self.commit(&outcome.effects).await {
             Ok(()) => Answer::done(),
             Err(message) => {
-                self.server.restore(checkpoint, 0);
+                self.undo(checkpoint, 0).await;
                 Answer::failed(message)
             }
         }
@@ -303,15 +345,34 @@ impl Daemon {
     async fn sweep(&mut self) {
         let checkpoint = self.server.checkpoint();
         let effects = self.server.sweep(Timestamp::now());
+        self.restore_file().await;
         if let Err(message) = self.commit(&effects).await {
             tracing::warn!(message, "lapsed leases stay until the next sweep");
-            self.server.restore(checkpoint, 0);
+            self.undo(checkpoint, 0).await;
         }
         match self.is_intact().await {
             Ok(true) => {}
-            Ok(false) => self.repair().await,
+            Ok(false) => drop(self.repair().await),
             Err(error) => tracing::warn!(%error, cause = source(&error), "looking after the network"),
         }
+        bridge::coexist_with_others(&self.network).await;
+    }
+
+    /// Writes the lease file again if somebody took it away.
+    async fn restore_file(&self) {
+        let leases = self.server.leases();
+        if !leases.is_empty()
+            && !self.network.lease_file().exists()
+            && let Err(message) = self.save().await
+        {
+            tracing::warn!(message, "the lease file is gone and cannot be written again now");
+        }
+    }
+
+    async fn save(&self) -> Result<(), String> {
+        let (file, rows) = (self.network.lease_file(), self.server.leases());
+        let saved = tokio::task::spawn_blocking(move || leases::save(&file, &rows)).await;
+        saved.map_err(|error| error.to_string())?.map_err(|error| format!("{error}: {}", source(&error)))
     }
 
     /// Looks twice, so that a tap that is just being made or removed is not taken for damage.
@@ -323,20 +384,31 @@ impl Daemon {
         bridge::intact(&self.network, &self.state).await
     }
 
-    async fn repair(&mut self) {
-        tracing::warn!(bridge = self.network.bridge, "the network was changed by somebody else; it is repaired");
+    /// Makes the network anew from kernel and lease file; whether that worked.
+    async fn repair(&mut self) -> bool {
+        tracing::warn!(
+            bridge = self.network.bridge,
+            "the network was changed by somebody else; it is repaired"
+        );
         let state = match bridge::ensure(&self.network).await {
             Ok(state) => state,
-            Err(error) => return tracing::error!(%error, cause = source(&error), "the network cannot be repaired now"),
+            Err(error) => {
+                tracing::error!(%error, cause = source(&error), "the network cannot be repaired now");
+                return false;
+            }
         };
         // A socket stays bound to the bridge that is gone.
         if state.index != self.state.index {
             match bind(&self.network) {
                 Ok(socket) => self.socket = socket,
-                Err(error) => return tracing::error!(%error, cause = source(&error), "DHCP cannot be served now"),
+                Err(error) => {
+                    tracing::error!(%error, cause = source(&error), "DHCP cannot be served now");
+                    return false;
+                }
             }
         }
         self.state = state;
+        true
     }
 }
 

@@ -241,17 +241,19 @@ mod tests {
 
     #[test]
     fn lapsed_rows_and_contested_addresses_resolve_to_nothing() {
-        let leases = vec![
-            lease(A, "10.0.0.2", "2026-01-01T00:00:00Z"),
-            lease(B, "10.0.0.2", "2026-01-03T00:00:00Z"),
-        ];
+        let leases =
+            vec![lease(A, "10.0.0.2", "2026-01-01T00:00:00Z"), lease(B, "10.0.0.2", "2026-01-03T00:00:00Z")];
         let mut parsed = Parsed { leases, doubtful: vec![] };
         assert_eq!(parsed.resolve(A, now()), None);
         assert_eq!(parsed.resolve(&B.to_uppercase(), now()), Some(Ipv4Addr::new(10, 0, 0, 2)));
         parsed.leases.push(lease(A, "10.0.0.2", "2026-01-04T00:00:00Z"));
         assert_eq!(parsed.resolve(B, now()), None, "two live MACs on one address");
         parsed.leases.push(lease(A, "10.0.0.3", "2026-01-04T00:00:00Z"));
-        assert_eq!(parsed.resolve(A, now()), Some(Ipv4Addr::new(10, 0, 0, 3)), "the last row of a MAC counts");
+        assert_eq!(
+            parsed.resolve(A, now()),
+            Some(Ipv4Addr::new(10, 0, 0, 3)),
+            "the last row of a MAC counts"
+        );
     }
 
     #[test]

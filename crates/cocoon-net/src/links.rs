@@ -119,7 +119,9 @@ pub async fn detach(network: &NetworkConfig, vm_id: &str) -> Result<(), LinkErro
     let alias = names::tap_alias(vm_id);
     let netlink = open(&prefix)?;
     let links = netlink.links().await.map_err(kernel("listing interfaces", &prefix))?;
-    for link in links.iter().filter(|link| link.alias.as_deref() == Some(&alias) && link.name.starts_with(&prefix)) {
+    for link in
+        links.iter().filter(|link| link.alias.as_deref() == Some(&alias) && link.name.starts_with(&prefix))
+    {
         netlink.delete(link.index).await.map_err(kernel("removal", &link.name))?;
     }
     // Another VM whose id begins alike may own rows under the same prefix: those taps still exist.
@@ -154,7 +156,13 @@ pub(crate) fn taps_of<'a>(network: &NetworkConfig, links: &'a [Link]) -> Vec<(&'
 }
 
 /// Wires a tap of ours to the bridge; repeating it repairs it.
-pub(crate) async fn plug(netlink: &Netlink, network: &NetworkConfig, tap: u32, bridge: u32, mac: Mac) -> io::Result<()> {
+pub(crate) async fn plug(
+    netlink: &Netlink,
+    network: &NetworkConfig,
+    tap: u32,
+    bridge: u32,
+    mac: Mac,
+) -> io::Result<()> {
     netlink.plug(tap, Port { bridge, isolated: !network.vm_to_vm, mac }).await
 }
 
@@ -181,7 +189,8 @@ impl New<'_> {
         self.label(index, bridge.mtu).await?;
         // A row that a crash left behind must not let an older MAC out.
         let stale = rows.iter().filter(|(tap, old)| tap == name && *old != mac);
-        let mut text: String = stale.map(|(tap, old)| rules::delete_tap(&network.bridge, tap, *old)).collect();
+        let mut text: String =
+            stale.map(|(tap, old)| rules::delete_tap(&network.bridge, tap, *old)).collect();
         text.push_str(&rules::add_tap(&network.bridge, name, mac));
         nft::apply(&text).await.map_err(|message| filter(name, message))?;
         // Taps carry no IPv6; a kernel without it has no such switch.

@@ -154,7 +154,15 @@ mod tests {
         let mac: Mac = "02:AA:bb:cc:DD:01".parse().unwrap();
         assert_eq!(mac.to_string(), "02:aa:bb:cc:dd:01");
         assert_eq!("02-aa-bb-cc-dd-01".parse(), Ok(mac));
-        for bad in ["", "bad", "02:aa:bb:cc:dd", "02:aa:bb:cc:dd:01:02", "+2:aa:bb:cc:dd:01", "2:aa:bb:cc:dd:01", "02:aa:bb:cc:dd-01"] {
+        for bad in [
+            "",
+            "bad",
+            "02:aa:bb:cc:dd",
+            "02:aa:bb:cc:dd:01:02",
+            "+2:aa:bb:cc:dd:01",
+            "2:aa:bb:cc:dd:01",
+            "02:aa:bb:cc:dd-01",
+        ] {
             assert!(bad.parse::<Mac>().is_err(), "{bad}");
         }
         assert!(!"01:00:5e:00:00:01".parse::<Mac>().unwrap().is_unicast());
@@ -162,7 +170,8 @@ mod tests {
 
     #[test]
     fn two_vms_have_different_tap_names_that_fit_the_kernel() {
-        let (one, two) = (tap_name("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 0), tap_name("ABCDEFG2IJKLMNOPQRSTUVWXYZ", 9999));
+        let (one, two) =
+            (tap_name("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 0), tap_name("ABCDEFG2IJKLMNOPQRSTUVWXYZ", 9999));
         assert_eq!(one.as_deref(), Ok("btabcdefgh-0"));
         assert_eq!(two.as_deref(), Ok("btabcdefg2-9999"));
         assert!(tap_name("ABCDEFGH", 10_000).is_err());

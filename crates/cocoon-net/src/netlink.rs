@@ -60,7 +60,8 @@ impl Netlink {
     }
 
     pub(crate) async fn links(&self) -> io::Result<Vec<Link>> {
-        let messages: Vec<LinkMessage> = self.handle.link().get().execute().try_collect().await.map_err(system)?;
+        let messages: Vec<LinkMessage> =
+            self.handle.link().get().execute().try_collect().await.map_err(system)?;
         Ok(messages.iter().map(link).collect())
     }
 
@@ -130,7 +131,8 @@ impl Netlink {
 
     /// Every IPv4 address of this namespace with its interface.
     pub(crate) async fn addresses(&self) -> io::Result<Vec<(u32, Ipv4Net)>> {
-        let messages: Vec<AddressMessage> = self.handle.address().get().execute().try_collect().await.map_err(system)?;
+        let messages: Vec<AddressMessage> =
+            self.handle.address().get().execute().try_collect().await.map_err(system)?;
         Ok(messages.iter().filter_map(address).collect())
     }
 }
@@ -157,10 +159,12 @@ fn link(message: &LinkMessage) -> Link {
             LinkAttribute::IfAlias(alias) => link.alias = Some(alias.clone()),
             LinkAttribute::Controller(index) => link.controller = Some(*index).filter(|index| *index != 0),
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
-            LinkAttribute::PropList(list) => link.alternatives.extend(list.iter().filter_map(|prop| match prop {
-                Prop::AltIfName(name) => Some(name.clone()),
-                _ => None,
-            })),
+            LinkAttribute::PropList(list) => {
+                link.alternatives.extend(list.iter().filter_map(|prop| match prop {
+                    Prop::AltIfName(name) => Some(name.clone()),
+                    _ => None,
+                }))
+            }
             LinkAttribute::LinkInfo(infos) => {
                 link.is_bridge = infos.iter().any(|info| matches!(info, LinkInfo::Kind(InfoKind::Bridge)));
             }

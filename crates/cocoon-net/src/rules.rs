@@ -24,7 +24,8 @@ pub(crate) type AddressRow = (Mac, Ipv4Addr);
 
 /// The `inet` table, whole: replaces an older one in the same transaction. `note` is kept as its comment.
 pub(crate) fn host_table(network: &NetworkConfig, note: &str) -> String {
-    let (table, bridge, subnet) = (table_name(&network.bridge), &network.bridge, network.subnet.trunc());
+    let (table, bridge) = (table_name(&network.bridge), &network.bridge);
+    let subnet = network.subnet.trunc();
     let between = if network.vm_to_vm { "accept" } else { "drop" };
     let masquerade = if network.masquerade {
         format!(
@@ -46,8 +47,8 @@ table inet {table} {{
     type filter hook prerouting priority mangle; policy accept;
     iifname != \"{bridge}\" return
     meta nfproto != ipv4 drop
-    ip saddr 0.0.0.0 udp sport 68 udp dport 67 return
-    ip saddr != {subnet} drop
+    udp sport 68 udp dport 67 return
+    ip saddr != {subnet} counter drop
     ct state established,related return
     fib daddr type != unicast jump host
   }}
@@ -77,13 +78,26 @@ table inet {table} {{
 /// The `bridge` table: rules are replaced, rows of taps are kept and `taps` added to them, the rows of
 /// addresses become exactly `addresses`.
 pub(crate) fn tap_table(network: &NetworkConfig, taps: &[TapRow], addresses: &[AddressRow]) -> String {
-    let table = table_name(&network.bridge);
-    let mut text = format!(
+    let mut text = tap_rules(&table_name(&network.bridge), network.gateway);
+    for (tap, mac) in taps {
+        text.push_str(&add_tap(&network.bridge, tap, *mac));
+    }
+    for (mac, ip) in addresses {
+        text.push_str(&add_address(&network.bridge, *mac, *ip));
+    }
+    text
+}
+
+/// A client may speak DHCP from whatever address it believes to have: one that woke up, or whose lease is
+/// gone, is told so by the server. Its MAC is checked, and the server goes by nothing else.
+fn tap_rules(table: &str, gateway: Ipv4Addr) -> String {
+    format!(
         "table bridge {table} {{
   set taps {{ type ifname; }}
   set macs {{ type ifname . ether_addr; }}
   set chaddrs {{ typeof iifname . @th,288,48; }}
   set addrs {{ type ether_addr . ipv4_addr; }}
+  set floods {{ type ifname; size 4096; flags dynamic; timeout 1m; }}
   chain incoming {{ type filter hook prerouting priority -300; policy accept; }}
   chain local {{ type filter hook input priority -300; policy accept; }}
   chain guest {{ }}
@@ -123,21 +137,14 @@ table bridge {table} {{
     udp sport != 68 counter drop
     @th,64,24 != 0x010106 counter drop
     iifname . @th,288,48 != @chaddrs counter drop
-    ip saddr 0.0.0.0 ip daddr 255.255.255.255 accept
-    ether saddr . ip saddr @addrs accept
+    update @floods {{ iifname limit rate over 10/second burst 20 packets }} counter drop
+    ip daddr {{ 255.255.255.255, {gateway} }} accept
     counter drop
   }}
 }}
 flush set bridge {table} addrs
 "
-    );
-    for (tap, mac) in taps {
-        text.push_str(&add_tap(&network.bridge, tap, *mac));
-    }
-    for (mac, ip) in addresses {
-        text.push_str(&add_address(&network.bridge, *mac, *ip));
-    }
-    text
+    )
 }
 
 /// Lets `mac` leave `tap`.
@@ -174,7 +181,9 @@ pub(crate) fn delete_address(bridge: &str, mac: Mac, ip: Ipv4Addr) -> String {
 /// Removes both tables, which need not be there.
 pub(crate) fn delete_tables(bridge: &str) -> String {
     let table = table_name(bridge);
-    ["inet", "bridge"].map(|family| format!("add table {family} {table}\ndelete table {family} {table}\n")).concat()
+    ["inet", "bridge"]
+        .map(|family| format!("add table {family} {table}\ndelete table {family} {table}\n"))
+        .concat()
 }
 
 /// The commands that list both tables. One a call: two in one input confuse the cache of nft 1.0.6.
@@ -205,10 +214,39 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_filter_of_a_network_is_this_text() {
+        let network = crate::testing::network(std::path::Path::new("/nowhere"));
+        let (mac, ip) = (Mac::new([0x52, 0x54, 0, 0xab, 0xcd, 1]), Ipv4Addr::new(10, 77, 0, 9));
+        let taps = [("bt0-0".to_owned(), mac)];
+        insta::assert_snapshot!(host_table(&network, "note") + &tap_table(&network, &taps, &[(mac, ip)]));
+    }
+
+    #[test]
+    fn an_open_network_without_masquerading_differs_in_just_that() {
+        let closed = crate::testing::network(std::path::Path::new("/nowhere"));
+        let open = NetworkConfig { vm_to_vm: true, masquerade: false, ..closed.clone() };
+        let (open, closed) = (host_table(&open, ""), host_table(&closed, ""));
+        let only = |a: &str, b: &str| -> Vec<String> {
+            a.lines().filter(|line| !b.contains(line)).map(|line| line.trim().to_owned()).collect()
+        };
+        assert_eq!(only(&open, &closed), ["oifname \"cocoon0\" iifname \"cocoon0\" accept"]);
+        let masquerade = [
+            "oifname \"cocoon0\" iifname \"cocoon0\" drop",
+            "chain postrouting {",
+            "type nat hook postrouting priority srcnat; policy accept;",
+            "ip saddr 10.77.0.0/24 oifname != \"cocoon0\" masquerade",
+        ];
+        assert_eq!(only(&closed, &open), masquerade);
+    }
+
+    #[test]
     fn rows_come_back_from_what_nft_prints() {
         let printed = serde_json::json!({"set": {"family": "bridge", "name": "macs", "table": "cocoon_c0",
             "type": ["ifname", "ether_addr"], "handle": 2, "elem": [{"concat": ["bt0-0", "52:54:00:ab:cd:01"]}, {"strange": 1}]}});
         let rows = parse_rows(&[serde_json::json!({"metainfo": {}}), printed]);
-        assert_eq!(rows.into_iter().collect::<Vec<_>>(), [("bt0-0".to_owned(), Mac::new([0x52, 0x54, 0, 0xab, 0xcd, 1]))]);
+        assert_eq!(
+            rows.into_iter().collect::<Vec<_>>(),
+            [("bt0-0".to_owned(), Mac::new([0x52, 0x54, 0, 0xab, 0xcd, 1]))]
+        );
     }
 }

@@ -1,6 +1,8 @@
 //! The real thing: bridge, taps, filters, DHCP and daemon in network namespaces, with busybox' `udhcpc` as
 //! the guest's client and frames made by hand as the attacker's.
 
+#![allow(clippy::unwrap_used, clippy::unwrap_in_result, clippy::panic)]
+
 mod support;
 
 use std::{collections::BTreeSet, net::Ipv4Addr, path::Path, time::Instant};
@@ -14,7 +16,9 @@ use cocoon_net::{
     links,
 };
 use jiff::Timestamp;
-use support::{Daemon, Guest, Namespace, RawGuest, eventually, frames, host_network, network, ok, on_a_fresh_host, shell};
+use support::{
+    Daemon, Guest, Namespace, RawGuest, eventually, frames, host_network, network, ok, on_a_fresh_host, shell,
+};
 use tokio_util::sync::CancellationToken;
 
 const VM_A: &str = "AAAAAAAAAAAAAAAAAAAAAAAAAA";
@@ -27,9 +31,14 @@ fn address_rows() -> String {
     ok("nft", "list set bridge cocoon_cocoon0 addrs")
 }
 
-/// The network's filter, as far as it is there.
+/// The network's filter, as far as it is there, without what comes and goes by itself.
 fn filter() -> String {
-    shell("nft -s list table inet cocoon_cocoon0; nft -s list table bridge cocoon_cocoon0; true")
+    let rows = ["taps", "macs", "chaddrs", "addrs"]
+        .map(|set| format!("nft list set bridge cocoon_cocoon0 {set};"))
+        .concat();
+    shell(&format!(
+        "nft -s -t list table inet cocoon_cocoon0; nft -s -t list table bridge cocoon_cocoon0; {rows} true"
+    ))
 }
 
 #[test]
@@ -41,7 +50,14 @@ fn a_guest_gets_an_address_and_the_host_reaches_it_but_not_the_other_way() {
         let guest = Guest::new(&network, VM_A, MAC_A).await;
         assert_eq!(guest.tap.name, "btaaaaaaaa-0");
         let link = ok("ip", "-d link show dev btaaaaaaaa-0");
-        for part in ["alias cocoon:AAAAAAAAAAAAAAAAAAAAAAAAAA", "master cocoon0", "isolated on", "learning off", "vnet_hdr on", "persist off"] {
+        for part in [
+            "alias cocoon:AAAAAAAAAAAAAAAAAAAAAAAAAA",
+            "master cocoon0",
+            "isolated on",
+            "learning off",
+            "vnet_hdr on",
+            "persist off",
+        ] {
             assert!(link.contains(part), "{part} in {link}");
         }
         let (success, text) = guest.dhcp().await;
@@ -65,7 +81,9 @@ async fn host_ports_are_closed(guest: &Guest) {
     ok("ip", "addr add 192.0.2.1/24 dev lo");
     let listener = std::net::TcpListener::bind("0.0.0.0:8080").unwrap();
     // A port that the host forwards elsewhere is a port of the host too.
-    shell("nft 'add table ip forwarder; add chain ip forwarder pre { type nat hook prerouting priority dstnat; }; add rule ip forwarder pre tcp dport 9090 dnat to 192.0.2.1:8080'");
+    shell(
+        "nft 'add table ip forwarder; add chain ip forwarder pre { type nat hook prerouting priority dstnat; }; add rule ip forwarder pre tcp dport 9090 dnat to 192.0.2.1:8080'",
+    );
     let ask = "busybox nc -w 1";
     for target in ["10.77.0.1 8080", "192.0.2.1 8080", "10.77.0.1 9090", "192.0.2.1 9090"] {
         let (reaches, text) = guest.inside.try_shell(&format!("echo | {ask} {target}")).await;
@@ -76,13 +94,31 @@ async fn host_ports_are_closed(guest: &Guest) {
     shell("nft delete table ip forwarder");
 }
 
+/// And a client that still believes in its address is answered when it renews it.
 async fn released_addresses_are_useless(network: &NetworkConfig, guest: &Guest, address: Ipv4Addr) {
     leases::release(&network.control_socket, MAC_A).await.unwrap();
     leases::release(&network.control_socket, MAC_A).await.unwrap();
     assert_eq!(lookup(&network.lease_file(), MAC_A, Timestamp::now()).unwrap(), None);
     assert!(!address_rows().contains(MAC_A));
-    assert!(tokio::process::Command::new("busybox").args(["ping", "-c", "1", "-W", "1", &address.to_string()]).output().await.is_ok_and(|out| !out.status.success()));
-    assert!(guest.address().await.is_some());
+    assert!(
+        tokio::process::Command::new("busybox")
+            .args(["ping", "-c", "1", "-W", "1", &address.to_string()])
+            .output()
+            .await
+            .is_ok_and(|out| !out.status.success())
+    );
+    std::fs::remove_file(network.lease_file()).unwrap();
+    let mac = frames::mac(MAC_A);
+    guest.tap.send(&frames::renewal(mac, address));
+    eventually("the renewed lease in the file", || {
+        lookup(&network.lease_file(), MAC_A, Timestamp::now()).unwrap() == Some(address)
+    })
+    .await;
+    std::fs::remove_file(network.lease_file()).unwrap();
+    eventually("the lease file again", || {
+        lookup(&network.lease_file(), MAC_A, Timestamp::now()).unwrap() == Some(address)
+    })
+    .await;
 }
 
 #[test]
@@ -92,8 +128,16 @@ fn forged_frames_do_not_leave_a_tap() {
         let network = network(folder.path());
         let daemon = Daemon::start(&network).await;
         let guest = Guest::new(&network, VM_A, MAC_A).await;
-        shell("nft 'add table inet seen; add chain inet seen pre { type filter hook prerouting priority -350; }; add rule inet seen pre udp dport 7777 counter'");
-        let seen = || ok("nft", "list table inet seen").split("packets ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u32>().ok()).unwrap();
+        shell(
+            "nft 'add table inet seen; add chain inet seen pre { type filter hook prerouting priority -350; }; add rule inet seen pre udp dport 7777 counter'",
+        );
+        let seen = || {
+            ok("nft", "list table inet seen")
+                .split("packets ")
+                .nth(1)
+                .and_then(|rest| rest.split(' ').next()?.parse::<u32>().ok())
+                .unwrap()
+        };
         let (own, other) = (frames::mac(MAC_A), frames::mac(MAC_B));
         let bridge = frames::mac("02:c0:0a:4d:00:01");
         let wrong = Ipv4Addr::new(10, 77, 0, 99);
@@ -123,7 +167,13 @@ fn forged_frames_do_not_leave_a_tap() {
     });
 }
 
-async fn forged_arp_and_dhcp(network: &NetworkConfig, own: frames::Mac, other: frames::Mac, address: Ipv4Addr, wrong: Ipv4Addr) {
+async fn forged_arp_and_dhcp(
+    network: &NetworkConfig,
+    own: frames::Mac,
+    other: frames::Mac,
+    address: Ipv4Addr,
+    wrong: Ipv4Addr,
+) {
     let guest = RawGuest::new(network, VM_A, MAC_A).await;
     let answered = async |frame: Vec<u8>, fits: fn(&[u8]) -> bool| {
         guest.send(&frame);
@@ -136,16 +186,52 @@ async fn forged_arp_and_dhcp(network: &NetworkConfig, own: frames::Mac, other: f
         tries += 1;
         assert!(tries < 5, "an honest ARP request is answered");
     }
-    assert!(answered(frames::arp(own, (own, Ipv4Addr::UNSPECIFIED), GATEWAY), arp).await, "an address probe is answered");
+    assert!(
+        answered(frames::arp(own, (own, Ipv4Addr::UNSPECIFIED), GATEWAY), arp).await,
+        "an address probe is answered"
+    );
     assert!(!answered(frames::arp(own, (own, wrong), GATEWAY), arp).await, "ARP with a forged address");
-    assert!(!answered(frames::arp(own, (other, address), GATEWAY), arp).await, "ARP with a forged MAC inside");
+    assert!(
+        !answered(frames::arp(own, (other, address), GATEWAY), arp).await,
+        "ARP with a forged MAC inside"
+    );
     assert!(!answered(frames::arp(other, (other, address), GATEWAY), arp).await, "ARP in a forged frame");
+    tagged_and_linklocal_frames_are_dropped(&guest, own, other, address);
     let dhcp = frames::is_dhcp_reply as fn(&[u8]) -> bool;
     assert!(answered(frames::discover(own, own), dhcp).await, "an honest DISCOVER is answered");
     assert!(!answered(frames::discover(own, other), dhcp).await, "DHCP with a forged chaddr");
     assert!(!answered(frames::discover(other, other), dhcp).await, "DHCP in a forged frame");
     let learned = ok("bridge", "fdb show br cocoon0");
-    assert!(!learned.contains(MAC_B) && learned.contains(&format!("{MAC_A} dev btaaaaaaaa-0 master cocoon0 static")), "{learned}");
+    assert!(
+        !learned.contains(MAC_B)
+            && learned.contains(&format!("{MAC_A} dev btaaaaaaaa-0 master cocoon0 static")),
+        "{learned}"
+    );
+}
+
+fn tagged_and_linklocal_frames_are_dropped(
+    guest: &RawGuest,
+    own: frames::Mac,
+    other: frames::Mac,
+    address: Ipv4Addr,
+) {
+    let dropped = || -> u64 {
+        let listing = ok("nft", "list table bridge cocoon_cocoon0");
+        let counts =
+            listing.split("packets ").skip(1).filter_map(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+        counts.sum()
+    };
+    let plain = frames::arp(own, (own, address), GATEWAY);
+    let tagged = [&plain[..12], &[0x81, 0, 0, 5], &plain[12..]].concat();
+    let ipv6 = frames::ethernet(frames::BROADCAST, own, 0x86dd, &[0x60; 60]);
+    for (what, frame) in [("a VLAN tag", tagged), ("IPv6", ipv6)] {
+        let before = dropped();
+        guest.send(&frame);
+        assert_eq!(dropped(), before + 1, "a frame with {what} passes");
+    }
+    // Such a frame is for the bridge itself; a bridge that learned from it would send B's frames to A.
+    guest.send(&frames::ethernet([1, 0x80, 0xc2, 0, 0, 0x0e], other, 0x88cc, &[0; 40]));
+    assert!(!ok("bridge", "fdb show br cocoon0").contains(MAC_B));
 }
 
 #[test]
@@ -160,10 +246,20 @@ fn vms_cannot_talk_to_one_another_unless_the_network_says_so() {
         assert_ne!(one.address().await, Some(target));
         let ping = format!("busybox ping -c 1 -W 1 {target}");
         assert!(!one.inside.try_shell(&ping).await.0, "VMs reach one another");
+        // By way of the host's routing neither.
+        one.inside.shell(&format!("ip route add {target}/32 via {GATEWAY}")).await;
+        assert!(!one.inside.try_shell(&ping).await.0, "VMs reach one another through the host");
+        one.inside.shell(&format!("ip route del {target}/32")).await;
         daemon.stop().await;
         network.vm_to_vm = true;
         let daemon = Daemon::start(&network).await;
-        one.inside.shell(&ping).await;
+        let before = one.address().await;
+        assert!(
+            one.dhcp().await.0 && one.address().await == before,
+            "a daemon that starts anew knows its leases"
+        );
+        // The neighbour entry may be one that failed a moment ago.
+        one.inside.shell(&format!("{ping} || {ping} || {ping}")).await;
         daemon.stop().await;
     });
 }
@@ -171,48 +267,65 @@ fn vms_cannot_talk_to_one_another_unless_the_network_says_so() {
 /// A machine beyond the host, without a route to the guests.
 async fn world() -> Namespace {
     let world = Namespace::new();
-    shell(&format!("ip link add up0 type veth peer name eth0 netns {} && ip addr add 198.51.100.1/24 dev up0 && ip link set up0 up", world.pid()));
+    shell(&format!(
+        "ip link add up0 type veth peer name eth0 netns {} && ip addr add 198.51.100.1/24 dev up0 && ip link set up0 up",
+        world.pid()
+    ));
     world.shell("ip addr add 198.51.100.7/24 dev eth0 && ip link set eth0 up").await;
     world
 }
 
 #[test]
 fn a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing() {
-    on_a_fresh_host("a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing", async || {
-        let folder = tempfile::tempdir().unwrap();
-        let network = network(folder.path());
-        let world = world().await;
-        // As Docker leaves it, with matches that nft itself cannot read.
-        shell("iptables -P FORWARD DROP; iptables -P INPUT DROP; iptables -N DOCKER-USER; iptables -A DOCKER-USER -j RETURN; iptables -A FORWARD -j DOCKER-USER; \
+    on_a_fresh_host(
+        "a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing",
+        async || {
+            let folder = tempfile::tempdir().unwrap();
+            let network = network(folder.path());
+            let world = world().await;
+            // As Docker leaves it, with matches that nft itself cannot read.
+            shell(
+                "iptables -P FORWARD DROP; iptables -P INPUT DROP; iptables -N DOCKER-USER; iptables -A DOCKER-USER -j RETURN; iptables -A FORWARD -j DOCKER-USER; \
                iptables -A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -m comment --comment hello -j ACCEPT; \
-               iptables -t nat -A PREROUTING -m addrtype --dst-type LOCAL -j ACCEPT; iptables -A INPUT -p icmp -j ACCEPT");
-        std::fs::write("/proc/sys/net/ipv4/ip_forward", "0").unwrap();
-        let before = host_network();
-        let daemon = Daemon::start(&network).await;
-        let guest = Guest::new(&network, VM_A, MAC_A).await;
-        let (success, text) = guest.dhcp().await;
-        assert!(success, "{text}");
-        guest.inside.shell("busybox ping -c 1 -W 2 198.51.100.7").await;
-        let twice = shell("iptables -S");
-        tokio::time::sleep(std::time::Duration::from_millis(700)).await;
-        assert_eq!(shell("iptables -S"), twice, "sweeps add no rule again");
-        assert!(matches!(bridge::teardown(&network, false).await, Err(BridgeError::DaemonRuns(_))));
-        daemon.stop().await;
-        guest.inside.shell("busybox ping -c 1 -W 2 198.51.100.7").await;
-        let refused = bridge::teardown(&network, false).await.unwrap_err().to_string();
-        assert!(refused.contains("btaaaaaaaa-0"), "{refused}");
-        drop(guest);
-        links::collect(&network, &BTreeSet::new()).await.unwrap();
-        daemon::teardown(&network, false).await.unwrap();
-        assert_eq!(host_network(), before);
-        assert_eq!(files(&network.state_dir), ["daemon.lock"]);
-        daemon::teardown(&network, false).await.unwrap();
-        drop(world);
-    });
+               iptables -t nat -A PREROUTING -m addrtype --dst-type LOCAL -j ACCEPT; iptables -A INPUT -p icmp -j ACCEPT",
+            );
+            std::fs::write("/proc/sys/net/ipv4/ip_forward", "0").unwrap();
+            let before = host_network();
+            let daemon = Daemon::start(&network).await;
+            let guest = Guest::new(&network, VM_A, MAC_A).await;
+            let (success, text) = guest.dhcp().await;
+            assert!(success, "{text}");
+            guest.inside.shell("busybox ping -c 1 -W 2 198.51.100.7").await;
+            // What Docker does when it starts anew.
+            shell("iptables -F DOCKER-USER; iptables -A DOCKER-USER -j RETURN");
+            eventually("the rules in Docker's chain", || {
+                shell("iptables -S").contains("-A DOCKER-USER -i cocoon0")
+            })
+            .await;
+            let twice = shell("iptables -S");
+            tokio::time::sleep(std::time::Duration::from_millis(700)).await;
+            assert_eq!(shell("iptables -S"), twice, "sweeps add no rule again");
+            assert!(matches!(bridge::teardown(&network, false).await, Err(BridgeError::DaemonRuns(_))));
+            daemon.stop().await;
+            guest.inside.shell("busybox ping -c 1 -W 2 198.51.100.7").await;
+            let refused = bridge::teardown(&network, false).await.unwrap_err().to_string();
+            assert!(refused.contains("btaaaaaaaa-0"), "{refused}");
+            drop(guest);
+            links::collect(&network, &BTreeSet::new()).await.unwrap();
+            daemon::teardown(&network, false).await.unwrap();
+            assert_eq!(host_network(), before);
+            assert_eq!(files(&network.state_dir), ["daemon.lock"]);
+            daemon::teardown(&network, false).await.unwrap();
+            drop(world);
+        },
+    );
 }
 
 fn files(folder: &Path) -> Vec<String> {
-    let mut names: Vec<_> = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|file| file.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -226,15 +339,37 @@ fn what_somebody_else_breaks_is_repaired_and_guests_go_on() {
         let guest = Guest::new(&network, VM_A, MAC_A).await;
         assert!(guest.dhcp().await.0);
         let address = guest.address().await.unwrap();
-        let (rules, link) = (filter(), "ip -d -o link show dev btaaaaaaaa-0 | grep -oE 'master cocoon0|state forwarding|learning off|isolated on'");
+        let (rules, link) = (
+            filter(),
+            "ip -d -o link show dev btaaaaaaaa-0 | grep -oE 'master cocoon0|state forwarding|learning off|isolated on'",
+        );
         let wired = shell(link);
-        let damages = ["nft flush ruleset", "ip link del cocoon0", "nft flush ruleset; ip link del cocoon0", "ip addr flush dev cocoon0", "nft flush chain bridge cocoon_cocoon0 guest", "ip link set btaaaaaaaa-0 nomaster"];
+        let damages = [
+            "nft flush ruleset",
+            "ip link del cocoon0",
+            "nft flush ruleset; ip link del cocoon0",
+            "ip addr flush dev cocoon0",
+            "nft flush chain bridge cocoon_cocoon0 guest",
+            "ip link set btaaaaaaaa-0 nomaster",
+        ];
         for damage in damages {
             shell(damage);
-            eventually(damage, || filter() == rules && shell("ip -4 addr show dev cocoon0 || true").contains("10.77.0.1/24") && shell(&format!("{link} || true")) == wired).await;
+            eventually(damage, || {
+                filter() == rules
+                    && shell("ip -4 addr show dev cocoon0 || true").contains("10.77.0.1/24")
+                    && shell(&format!("{link} || true")) == wired
+            })
+            .await;
             // The neighbour entry is as old as the bridge.
             let end = Instant::now() + std::time::Duration::from_secs(5);
-            while !tokio::process::Command::new("busybox").args(["ping", "-c", "1", "-W", "1", &address.to_string()]).output().await.unwrap().status.success() {
+            while !tokio::process::Command::new("busybox")
+                .args(["ping", "-c", "1", "-W", "1", &address.to_string()])
+                .output()
+                .await
+                .unwrap()
+                .status
+                .success()
+            {
                 assert!(Instant::now() < end, "{damage}: the guest is lost");
             }
             let (success, text) = guest.dhcp().await;
@@ -310,12 +445,22 @@ fn a_daemon_refuses_a_taken_folder_a_corrupt_lease_file_and_a_subnet_in_use() {
     on_a_fresh_host("a_daemon_refuses_a_taken_folder_a_corrupt_lease_file_and_a_subnet_in_use", async || {
         let folder = tempfile::tempdir().unwrap();
         let network = network(folder.path());
-        let run = async |network: &NetworkConfig| daemon::run(network.clone().into(), CancellationToken::new()).await.unwrap_err();
+        let run = async |network: &NetworkConfig| {
+            daemon::run(network.clone().into(), CancellationToken::new()).await.unwrap_err()
+        };
         let daemon = Daemon::start(&network).await;
-        let ping = control::ask(&network.control_socket, &control::Request::Ping { ping: true }).await.unwrap();
+        let ping =
+            control::ask(&network.control_socket, &control::Request::Ping { ping: true }).await.unwrap();
         assert_eq!(ping.pid, Some(std::process::id()));
         let error = run(&network).await;
-        assert!(matches!(&error, DaemonError::Taken { pid, .. } if *pid == std::process::id().to_string()), "{error}");
+        assert!(
+            matches!(&error, DaemonError::Taken { pid, .. } if *pid == std::process::id().to_string()),
+            "{error}"
+        );
+        let mut rival = network.clone();
+        rival.state_dir = folder.path().join("rival");
+        let error = run(&rival).await;
+        assert!(matches!(&error, DaemonError::BridgeTaken(_)), "{error}");
         daemon.stop().await;
         assert!(!network.control_socket.exists());
         assert!(ok("ip", "link show cocoon0").contains("UP"), "the network outlives its daemon");
@@ -353,7 +498,10 @@ fn two_networks_live_side_by_side_and_the_last_one_restores_the_host() {
         assert!(guests.0.dhcp().await.0 && guests.1.dhcp().await.0);
         assert_eq!(guests.1.address().await.unwrap().octets()[..3], [10, 78, 0]);
         links::collect(&one, &BTreeSet::from([VM_A.to_owned()])).await.unwrap();
-        assert!(ok("ip", "-o link show").contains("btbbbbbbbb-0"), "the other network's tap is not ours to collect");
+        assert!(
+            ok("ip", "-o link show").contains("btbbbbbbbb-0"),
+            "the other network's tap is not ours to collect"
+        );
         drop(guests);
         daemons.0.stop().await;
         daemons.1.stop().await;
@@ -361,6 +509,44 @@ fn two_networks_live_side_by_side_and_the_last_one_restores_the_host() {
         assert_eq!(std::fs::read_to_string("/proc/sys/net/ipv4/ip_forward").unwrap(), "1\n");
         bridge::teardown(&two, false).await.unwrap();
         assert_eq!(host_network(), before);
+    });
+}
+
+#[test]
+fn many_vms_come_and_go_at_once() {
+    on_a_fresh_host("many_vms_come_and_go_at_once", async || {
+        let folder = tempfile::tempdir().unwrap();
+        let network = network(folder.path());
+        let daemon = Daemon::start(&network).await;
+        let idle = filter();
+        let vm = |index: usize| format!("{index:02}AAAAAAAAAAAAAAAAAAAAAAAA");
+        let start = Instant::now();
+        let attached = (0..16).map(async |index| {
+            links::attach(&network, &vm(index), 0, &format!("52:54:00:00:00:{index:02x}")).await.unwrap()
+        });
+        let taps = futures::future::join_all(attached).await;
+        println!("16 taps at once: {:?}", start.elapsed());
+        let rows = ok("nft", "list set bridge cocoon_cocoon0 chaddrs");
+        assert!(taps.iter().all(|tap| rows.contains(&tap.name)), "{rows}");
+        let requests = taps.iter().enumerate().map(async |(index, tap)| {
+            let mac = [0x52, 0x54, 0, 0, 0, u8::try_from(index).unwrap()];
+            let packet = [&[0; 10][..], &frames::discover(mac, mac)].concat();
+            // The first frames of a new port may be lost.
+            for _ in 0..3 {
+                rustix::io::write(&tap.fd, &packet).unwrap();
+                tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            }
+        });
+        futures::future::join_all(requests).await;
+        let status =
+            control::ask(&network.control_socket, &control::Request::Status { status: true }).await.unwrap();
+        assert_eq!(status.status.unwrap()["pool_available"], 253 - 16);
+        let ids: Vec<String> = (0..16).map(vm).collect();
+        let detached = ids.iter().map(|id| links::detach(&network, id));
+        assert!(futures::future::join_all(detached).await.iter().all(Result::is_ok));
+        drop(taps);
+        eventually("the filter without rows", || filter() == idle).await;
+        daemon.stop().await;
     });
 }
 
@@ -374,7 +560,9 @@ fn attaching_a_tap_is_quick() {
         let mut times = Vec::new();
         for index in 0..30 {
             let start = Instant::now();
-            taps.push(links::attach(&network, VM_A, index, &format!("52:54:00:00:00:{index:02x}")).await.unwrap());
+            taps.push(
+                links::attach(&network, VM_A, index, &format!("52:54:00:00:00:{index:02x}")).await.unwrap(),
+            );
             times.push(start.elapsed());
         }
         times.sort();

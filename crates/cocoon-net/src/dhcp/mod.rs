@@ -108,7 +108,11 @@ pub struct Server {
 impl Server {
     /// A server that hands out `pool`, with the leases that are in force already.
     #[must_use]
-    pub fn new(settings: Settings, pool: impl IntoIterator<Item = Ipv4Addr>, leases: impl IntoIterator<Item = Lease>) -> Self {
+    pub fn new(
+        settings: Settings,
+        pool: impl IntoIterator<Item = Ipv4Addr>,
+        leases: impl IntoIterator<Item = Lease>,
+    ) -> Self {
         let table = Table::new(pool, leases, settings.lease_time);
         Self { settings, table, throttle: Throttle::default(), counters: Counters::default() }
     }
@@ -126,23 +130,6 @@ impl Server {
         outcome
     }
 
-    /// Answers one packet whose effects `commit` makes real; it gets the leases as they are to be kept, and
-    /// says whether it could. What to send, and the effects that were tried.
-    pub fn exchange(
-        &mut self,
-        packet: &[u8],
-        now: Timestamp,
-        commit: impl FnOnce(&[Effect], &[Lease]) -> bool,
-    ) -> (Option<Reply>, Vec<Effect>) {
-        let before = self.checkpoint();
-        let outcome = self.handle(packet, now);
-        if outcome.effects.is_empty() || commit(&outcome.effects, &self.leases()) {
-            return (outcome.reply, outcome.effects);
-        }
-        self.restore(before, u64::from(outcome.reply.is_some()));
-        (outcome.refusal, outcome.effects)
-    }
-
     fn answer(&mut self, request: &Request, now: Timestamp) -> Outcome {
         match request.kind {
             Kind::Discover => self.discover(request, now),
@@ -155,7 +142,9 @@ impl Server {
 
     fn discover(&mut self, request: &Request, now: Timestamp) -> Outcome {
         match self.table.offer(request.mac, request.requested, now) {
-            Some(ip) => Outcome { reply: Some(Reply::offer(&self.settings, request, ip)), ..Outcome::default() },
+            Some(ip) => {
+                Outcome { reply: Some(Reply::offer(&self.settings, request, ip)), ..Outcome::default() }
+            }
             None => ignored(Ignored::PoolEmpty),
         }
     }
@@ -191,7 +180,8 @@ impl Server {
     /// The client found its address in use by somebody else: nobody gets it for a while.
     fn decline(&mut self, request: &Request, now: Timestamp) -> Outcome {
         let held = request.requested.and_then(|ip| Some((ip, self.table.decline(request.mac, ip, now)?)));
-        let revoke = held.filter(|(_, leased)| *leased).map(|(ip, _)| Effect::Revoke { mac: request.mac, ip });
+        let revoke =
+            held.filter(|(_, leased)| *leased).map(|(ip, _)| Effect::Revoke { mac: request.mac, ip });
         Outcome { effects: revoke.into_iter().collect(), ..Outcome::default() }
     }
 

@@ -111,7 +111,8 @@ impl Reply {
     }
 
     pub(super) fn refuse(settings: &Settings, request: &Request) -> Self {
-        let options = vec![DhcpOption::MessageType(MessageType::Nak), DhcpOption::ServerIdentifier(settings.gateway)];
+        let options =
+            vec![DhcpOption::MessageType(MessageType::Nak), DhcpOption::ServerIdentifier(settings.gateway)];
         let bytes = encode(settings, request, Ipv4Addr::UNSPECIFIED, options);
         Self { bytes, to: Ipv4Addr::BROADCAST }
     }
@@ -135,8 +136,12 @@ impl Reply {
 
 fn encode(settings: &Settings, request: &Request, ip: Ipv4Addr, options: Vec<DhcpOption>) -> Vec<u8> {
     let none = Ipv4Addr::UNSPECIFIED;
-    let mut message = Message::new_with_id(request.xid, none, ip, settings.gateway, none, &request.mac.bytes());
-    message.set_opcode(Opcode::BootReply).set_flags(request.flags.into()).set_opts(options.into_iter().collect());
+    let mut message =
+        Message::new_with_id(request.xid, none, ip, settings.gateway, none, &request.mac.bytes());
+    message
+        .set_opcode(Opcode::BootReply)
+        .set_flags(request.flags.into())
+        .set_opts(options.into_iter().collect());
     // Encoding fails only for names too long for their fields, and a reply has no names.
     let mut bytes = message.to_vec().unwrap_or_default();
     bytes.resize(bytes.len().max(MIN_REPLY), 0);

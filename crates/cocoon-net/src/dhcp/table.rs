@@ -81,7 +81,8 @@ impl Table {
             memory: BTreeMap::new(),
             clock: 0,
         };
-        let rows: BTreeMap<String, Lease> = leases.into_iter().map(|lease| (lease.mac.clone(), lease)).collect();
+        let rows: BTreeMap<String, Lease> =
+            leases.into_iter().map(|lease| (lease.mac.clone(), lease)).collect();
         for lease in rows.values() {
             table.adopt(lease, rows.values().filter(|other| other.ip == lease.ip).count() > 1);
         }
@@ -169,7 +170,8 @@ impl Table {
 
     /// Frees an address unless the MAC owns it in another way too.
     fn disown(&mut self, mac: Mac, ip: Ipv4Addr) {
-        let still = [self.leases.get(&mac), self.offers.get(&mac)].into_iter().flatten().any(|held| held.ip == ip);
+        let still =
+            [self.leases.get(&mac), self.offers.get(&mac)].into_iter().flatten().any(|held| held.ip == ip);
         if !still && self.owners.get(&ip) == Some(&mac) {
             self.owners.remove(&ip);
         }
@@ -226,7 +228,8 @@ impl Table {
     }
 
     fn sweep_offers(&mut self, now: Timestamp) {
-        let lapsed: Vec<Mac> = self.offers.iter().filter(|(_, offer)| offer.until <= now).map(|(mac, _)| *mac).collect();
+        let lapsed: Vec<Mac> =
+            self.offers.iter().filter(|(_, offer)| offer.until <= now).map(|(mac, _)| *mac).collect();
         for mac in lapsed {
             self.withdraw(mac);
         }
@@ -242,7 +245,8 @@ impl Table {
     }
 
     pub(super) fn leases(&self) -> Vec<Lease> {
-        let row = |(mac, held): (&Mac, &Held)| Lease { mac: mac.to_string(), ip: held.ip, expiry: held.until };
+        let row =
+            |(mac, held): (&Mac, &Held)| Lease { mac: mac.to_string(), ip: held.ip, expiry: held.until };
         self.leases.iter().map(row).collect()
     }
 

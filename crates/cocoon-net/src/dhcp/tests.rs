@@ -34,7 +34,12 @@ fn discover(client: u8) -> Vec<u8> {
 }
 
 fn ask(client: u8, address: u8) -> Vec<u8> {
-    request(MessageType::Request, mac(client), Ipv4Addr::UNSPECIFIED, vec![DhcpOption::RequestedIpAddress(ip(address))])
+    request(
+        MessageType::Request,
+        mac(client),
+        Ipv4Addr::UNSPECIFIED,
+        vec![DhcpOption::RequestedIpAddress(ip(address))],
+    )
 }
 
 fn renew(client: u8, address: u8) -> Vec<u8> {
@@ -58,12 +63,20 @@ fn an_address_is_sticky_while_it_is_free_and_goes_to_others_last() {
     let mut server = server(10..13);
     assert_eq!(said(&server.handle(&ask(1, 10), at(0))), (ACK, ip(10)));
     server.release(mac(1), at(1));
-    assert_eq!(said(&server.handle(&discover(2), at(2))), (OFFER, ip(11)), "addresses without a history go first");
+    assert_eq!(
+        said(&server.handle(&discover(2), at(2))),
+        (OFFER, ip(11)),
+        "addresses without a history go first"
+    );
     assert_eq!(said(&server.handle(&discover(1), at(3))), (OFFER, ip(10)));
     assert_eq!(said(&server.handle(&discover(3), at(4))), (OFFER, ip(12)));
     assert_eq!(server.handle(&discover(4), at(5)).ignored, Some(Ignored::PoolEmpty));
     assert_eq!(server.counters().ignored[&Ignored::PoolEmpty], 1);
-    assert_eq!(said(&server.handle(&discover(4), at(63))), (OFFER, ip(11)), "an offer lapses after 60 s, not renewed");
+    assert_eq!(
+        said(&server.handle(&discover(4), at(63))),
+        (OFFER, ip(11)),
+        "an offer lapses after 60 s, not renewed"
+    );
 }
 
 #[test]
@@ -110,7 +123,8 @@ fn a_client_that_chose_another_server_takes_nothing() {
     let mut server = server(10..11);
     server.handle(&discover(1), at(0));
     let options = vec![DhcpOption::RequestedIpAddress(ip(10)), DhcpOption::ServerIdentifier(ip(2))];
-    let outcome = server.handle(&request(MessageType::Request, mac(1), Ipv4Addr::UNSPECIFIED, options), at(1));
+    let outcome =
+        server.handle(&request(MessageType::Request, mac(1), Ipv4Addr::UNSPECIFIED, options), at(1));
     assert_eq!(outcome.ignored, Some(Ignored::OtherServer));
     assert_eq!(server.free(at(1)), 1);
 }

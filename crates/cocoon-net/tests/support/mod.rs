@@ -38,7 +38,14 @@ pub(crate) fn on_a_fresh_host<F: Future<Output = ()>>(name: &str, body: impl FnO
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         return runtime.block_on(body());
     }
-    need(&[("unshare", "util-linux"), ("nsenter", "util-linux"), ("ip", "iproute2"), ("nft", "nftables"), ("busybox", "busybox-static"), ("iptables", "iptables")]);
+    need(&[
+        ("unshare", "util-linux"),
+        ("nsenter", "util-linux"),
+        ("ip", "iproute2"),
+        ("nft", "nftables"),
+        ("busybox", "busybox-static"),
+        ("iptables", "iptables"),
+    ]);
     let status = Command::new("unshare")
         .arg("-n")
         .arg(std::env::current_exe().unwrap())
@@ -77,7 +84,11 @@ fn finished(what: &str, output: Output) -> String {
 pub(crate) fn host_network() -> String {
     let links = shell("ip -o link show | sed 's/ state .*//'");
     let forward = std::fs::read_to_string("/proc/sys/net/ipv4/ip_forward").unwrap();
-    format!("{links}\n{}\n{}\nip_forward {forward}", ok("ip", "-4 -o addr show"), ok("nft", "-s list ruleset"))
+    format!(
+        "{links}\n{}\n{}\nip_forward {forward}",
+        ok("ip", "-4 -o addr show"),
+        ok("nft", "-s list ruleset")
+    )
 }
 
 pub(crate) fn network(folder: &Path) -> NetworkConfig {
@@ -191,6 +202,7 @@ impl Drop for Namespace {
 pub(crate) struct Guest {
     pub(crate) inside: Namespace,
     pub(crate) tap: RawGuest,
+    scripts: tempfile::TempDir,
     stop: Arc<AtomicBool>,
     pumps: Vec<JoinHandle<()>>,
 }
@@ -204,12 +216,16 @@ impl Guest {
         let stop = Arc::new(AtomicBool::new(false));
         let outward = pump(Arc::clone(&eth0), 0, Arc::clone(&tap.fd), VNET_HEADER, Arc::clone(&stop));
         let inward = pump(Arc::clone(&tap.fd), VNET_HEADER, eth0, 0, Arc::clone(&stop));
-        Self { inside, tap, stop, pumps: vec![outward, inward] }
+        let scripts = tempfile::tempdir().unwrap();
+        udhcpc_script(&scripts.path().join("configure"));
+        Self { inside, tap, scripts, stop, pumps: vec![outward, inward] }
     }
 
     /// Asks for an address with busybox and configures it; what udhcpc printed.
     pub(crate) async fn dhcp(&self) -> (bool, String) {
-        self.inside.try_shell(&format!("busybox udhcpc -i eth0 -f -q -n -t 4 -T 1 -s {}", udhcpc_script())).await
+        let script = self.scripts.path().join("configure");
+        let client = format!("busybox udhcpc -i eth0 -f -q -n -t 4 -T 1 -s {}", script.display());
+        self.inside.try_shell(&client).await
     }
 
     pub(crate) async fn address(&self) -> Option<Ipv4Addr> {
@@ -227,16 +243,20 @@ impl Drop for Guest {
     }
 }
 
-fn udhcpc_script() -> String {
+fn udhcpc_script(path: &Path) {
     use std::os::unix::fs::PermissionsExt as _;
-    let path = std::env::temp_dir().join(format!("cocoon-net-udhcpc-{}", std::process::id()));
     let text = "#!/bin/sh\ncase $1 in bound|renew)\n  ip addr flush dev eth0; ip addr add $ip/$mask dev eth0; ip route replace default via $router;;\nesac\n";
-    std::fs::write(&path, text).unwrap();
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    path.display().to_string()
+    std::fs::write(path, text).unwrap();
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-fn pump(from: Arc<OwnedFd>, skip: usize, to: Arc<OwnedFd>, pad: usize, stop: Arc<AtomicBool>) -> JoinHandle<()> {
+fn pump(
+    from: Arc<OwnedFd>,
+    skip: usize,
+    to: Arc<OwnedFd>,
+    pad: usize,
+    stop: Arc<AtomicBool>,
+) -> JoinHandle<()> {
     std::thread::spawn(move || {
         while !stop.load(Ordering::Relaxed) {
             let Some(packet) = receive(&from, Duration::from_millis(50)) else { continue };
@@ -319,11 +339,21 @@ pub(crate) mod frames {
         frame.get(12..14) == Some(&[8, 6]) && frame.get(20..22) == Some(&[0, 2])
     }
 
-    pub(crate) fn udp(from: Mac, to: Mac, source: (Ipv4Addr, u16), target: (Ipv4Addr, u16), data: &[u8]) -> Vec<u8> {
+    pub(crate) fn udp(
+        from: Mac,
+        to: Mac,
+        source: (Ipv4Addr, u16),
+        target: (Ipv4Addr, u16),
+        data: &[u8],
+    ) -> Vec<u8> {
         let udp_length = u16::try_from(8 + data.len()).unwrap();
-        let udp = [&source.1.to_be_bytes()[..], &target.1.to_be_bytes(), &udp_length.to_be_bytes(), &[0, 0], data].concat();
+        let udp =
+            [&source.1.to_be_bytes()[..], &target.1.to_be_bytes(), &udp_length.to_be_bytes(), &[0, 0], data]
+                .concat();
         let total = u16::try_from(20 + udp.len()).unwrap().to_be_bytes();
-        let mut header = [&[0x45, 0][..], &total, &[0, 1, 0, 0, 64, 17, 0, 0], &source.0.octets(), &target.0.octets()].concat();
+        let mut header =
+            [&[0x45, 0][..], &total, &[0, 1, 0, 0, 64, 17, 0, 0], &source.0.octets(), &target.0.octets()]
+                .concat();
         let sum: u32 = header.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
         let folded = (sum & 0xffff) + (sum >> 16);
         let sum = !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap();
@@ -333,12 +363,22 @@ pub(crate) mod frames {
 
     /// A DISCOVER of `client` in a frame of `from`.
     pub(crate) fn discover(from: Mac, client: Mac) -> Vec<u8> {
+        dhcp(1, from, client, Ipv4Addr::UNSPECIFIED)
+    }
+
+    /// A REQUEST of a client that has the address already.
+    pub(crate) fn renewal(client: Mac, address: Ipv4Addr) -> Vec<u8> {
+        dhcp(3, client, client, address)
+    }
+
+    fn dhcp(kind: u8, from: Mac, client: Mac, address: Ipv4Addr) -> Vec<u8> {
         let mut message = vec![0; 236];
         message[..4].copy_from_slice(&[1, 1, 6, 0]);
+        message[12..16].copy_from_slice(&address.octets());
         message[28..34].copy_from_slice(&client);
-        message.extend([99, 130, 83, 99, 53, 1, 1, 255]);
+        message.extend([99, 130, 83, 99, 53, 1, kind, 255]);
         message.resize(300, 0);
-        udp(from, BROADCAST, (Ipv4Addr::UNSPECIFIED, 68), (Ipv4Addr::BROADCAST, 67), &message)
+        udp(from, BROADCAST, (address, 68), (Ipv4Addr::BROADCAST, 67), &message)
     }
 
     pub(crate) fn is_dhcp_reply(frame: &[u8]) -> bool {
