@@ -17,6 +17,8 @@ pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
     let mut gone = half_made(shared).await?;
     gone.extend(strays(shared).await?);
     gone.extend(shared.snapshots.collect().await?);
+    // First nobody starts, then it is asked what VMs need.
+    let quiet = shared.images.quiet().await?;
     let records = shared.records.list().await?;
     if let Some(network) = &shared.config.network {
         let live: BTreeSet<String> = records.iter().map(|record| record.vm.id.clone()).collect();
@@ -27,7 +29,7 @@ pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
     for snapshot in shared.snapshots.list().await? {
         needed.extend(snapshot.envelope.image_blob_ids.into_keys());
     }
-    let blobs = shared.images.collect(&needed).await?;
+    let blobs = quiet.collect(&needed).await?;
     gone.extend(blobs.into_iter().map(|blob| format!("image blob {blob}")));
     Ok(gone)
 }

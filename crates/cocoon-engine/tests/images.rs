@@ -13,6 +13,7 @@ use cocoon_engine::{
     error::{BringUpError, ImportError, LookupError},
     image::{ImportOptions, Setuid, Store},
 };
+use cocoon_oci::memory::Memory;
 
 /// A folder with a store.
 struct Host {
@@ -169,6 +170,53 @@ async fn layers_of_oci_and_docker_archives_become_disks_lowest_first() {
         assert_eq!(set.blob_ids.len(), 3);
     }
     assert!(temp_is_empty(&host));
+}
+
+/// A registry with everything of a layout, as `demo:1`.
+fn registry(layout: &Path) -> Memory {
+    let registry = Memory::new();
+    let index: serde_json::Value =
+        serde_json::from_slice(&fs::read(layout.join("index.json")).unwrap()).unwrap();
+    let manifest = index["manifests"][0]["digest"].as_str().unwrap().strip_prefix("sha256:").unwrap();
+    for blob in fs::read_dir(layout.join("blobs/sha256")).unwrap() {
+        let blob = blob.unwrap();
+        let bytes = fs::read(blob.path()).unwrap();
+        if blob.file_name() == manifest {
+            registry.insert_manifest("demo", "1", "application/vnd.oci.image.manifest.v1+json", bytes);
+        } else {
+            registry.insert("demo", bytes);
+        }
+    }
+    registry
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_is_pulled_from_a_registry_and_a_lie_is_found() {
+    let host = Host::new().await;
+    let low = host.layer("low.tar", &[("a", "a"), ("b", "b"), ("vmlinuz", "k"), ("initrd.img", "i")]);
+    let high = host.layer("high.tar", &[(".wh.b", ""), ("c", "c")]);
+    let low_digest = format!("sha256:{}", sha256(&fs::read(&low).unwrap()));
+    let layout = host.layout("layout", &[low, high]);
+
+    let lying = registry(&layout);
+    lying.insert_raw("demo", &low_digest, vec![0_u8; 10_240]);
+    let broken = registry(&layout);
+    broken.fail(&low_digest);
+    for (what, registry, reference) in
+        [("lie", &lying, "1"), ("broken", &broken, "1"), ("absent", &lying, "2")]
+    {
+        let error = host.store.pull("x", registry, "demo", reference).await.expect_err(what);
+        assert!(error.to_string().contains('x'), "{what}: {error}");
+        assert!(fs::read_dir(host.path("root/oci/blobs")).unwrap().next().is_none(), "{what}");
+        assert!(temp_is_empty(&host), "{what}");
+    }
+
+    let image = host.store.pull("demo:1", &registry(&layout), "demo", "1").await.unwrap();
+    let set = host.store.boot_set("demo:1", Path::new("/")).await.unwrap();
+    assert_eq!(set.layers.len(), 1, "a layer that deletes is merged with the ones below");
+    assert_eq!(host.files(&set.layers[0].path), ["a a", "c c", "initrd.img i", "vmlinuz k"]);
+    let index = fs::read_to_string(layout.join("index.json")).unwrap();
+    assert!(index.contains(&image.id), "the image's id is its manifest's digest");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -5,7 +5,7 @@
 //! writable disk), `oci/temp` (half-made things; emptied when nobody works), `oci/locks`.
 //!
 //! Invariants: a file appears under its final name complete and synced; whoever adds or uses blobs
-//! holds a shared [`Lease`], and [`Store::collect`] takes it exclusively, so nothing is removed that is
+//! holds a shared [`Lease`], and [`Store::quiet`] takes it exclusively, so nothing is removed that is
 //! about to be named; an archive is hostile (see `unpack`).
 
 use std::{
@@ -332,27 +332,16 @@ impl Store {
         .await?
     }
 
-    /// Removes blobs and boot files that neither an image nor `needed` names; returns what went. Fails
-    /// if an import or a start goes on for longer than ten seconds.
+    /// [`Quiet::collect`] for a caller whose `needed` cannot change meanwhile.
     pub async fn collect(&self, needed: &BTreeSet<String>) -> Result<Vec<String>, Fault> {
-        let _alone = self.exclusive().await?;
-        let mut keep = needed.clone();
-        for entry in self.index.all().await? {
-            keep.extend(entry.blobs.into_iter().chain(entry.kernel).chain(entry.initrd));
-        }
-        let folders = Arc::clone(&self.folders);
-        let gone = blocking("image gc", move || -> io::Result<Vec<String>> {
-            empty(&folders.temp)?;
-            let mut gone = sweep(&folders.blobs, &keep, |name| name.strip_suffix(".erofs"))?;
-            gone.extend(sweep(&folders.boot, &keep, |name| {
-                Some(name.strip_prefix("bundle-").unwrap_or(name))
-            })?);
-            Ok(gone)
-        })
-        .await?
-        .map_err(|error| Fault::new("image gc", error))?;
-        self.index.prune(&self.folders.blobs, &self.folders.boot).await?;
-        Ok(gone)
+        self.quiet().await?.collect(needed).await
+    }
+
+    /// Waits until nobody imports or starts, at most ten seconds, and keeps it so. Whoever collects takes
+    /// this first and then finds out what is needed: a VM that starts in between would be missed.
+    pub async fn quiet(&self) -> Result<Quiet, Fault> {
+        let alone = self.take(FlockOperation::NonBlockingLockExclusive, COLLECT_WAIT).await?;
+        Ok(Quiet { store: self.clone(), _alone: alone })
     }
 
     async fn layers(&self, entry: &Entry) -> Result<Vec<Layer>, BringUpError> {
@@ -476,10 +465,6 @@ impl Store {
         self.take(FlockOperation::NonBlockingLockShared, Duration::from_secs(60)).await
     }
 
-    async fn exclusive(&self) -> Result<Lease, Fault> {
-        self.take(FlockOperation::NonBlockingLockExclusive, COLLECT_WAIT).await
-    }
-
     async fn take(&self, how: FlockOperation, limit: Duration) -> Result<Lease, Fault> {
         let deadline = tokio::time::Instant::now() + limit;
         loop {
@@ -498,6 +483,36 @@ impl Store {
                 Err(error) => return Err(Fault::new("lock of the image store", error)),
             }
         }
+    }
+}
+
+/// The store, with nobody importing and no VM starting while this lives.
+#[derive(Debug)]
+pub struct Quiet {
+    store: Store,
+    _alone: Lease,
+}
+
+impl Quiet {
+    /// Removes blobs and boot files that neither an image nor `needed` names; returns what went.
+    pub async fn collect(&self, needed: &BTreeSet<String>) -> Result<Vec<String>, Fault> {
+        let mut keep = needed.clone();
+        for entry in self.store.index.all().await? {
+            keep.extend(entry.blobs.into_iter().chain(entry.kernel).chain(entry.initrd));
+        }
+        let folders = Arc::clone(&self.store.folders);
+        let gone = blocking("image gc", move || -> io::Result<Vec<String>> {
+            empty(&folders.temp)?;
+            let mut gone = sweep(&folders.blobs, &keep, |name| name.strip_suffix(".erofs"))?;
+            gone.extend(sweep(&folders.boot, &keep, |name| {
+                Some(name.strip_prefix("bundle-").unwrap_or(name))
+            })?);
+            Ok(gone)
+        })
+        .await?
+        .map_err(|error| Fault::new("image gc", error))?;
+        self.store.index.prune(&self.store.folders.blobs, &self.store.folders.boot).await?;
+        Ok(gone)
     }
 }
 

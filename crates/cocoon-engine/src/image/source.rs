@@ -63,7 +63,12 @@ pub(super) fn open(image: &str, paths: Vec<PathBuf>) -> Result<Box<dyn Source>, 
 }
 
 fn shown(paths: &[PathBuf]) -> String {
-    paths.first().map(|path| path.display().to_string()).unwrap_or_default()
+    match paths.first() {
+        None => String::new(),
+        // A caller's open file, such as kept standard input.
+        Some(path) if path.starts_with("/proc/self/fd") => "standard input".to_owned(),
+        Some(path) => path.display().to_string(),
+    }
 }
 
 /// What an archive error means for an import.

@@ -1,7 +1,9 @@
 //! `cocoon image`: import, list, inspect, rm (`engine-cli` §1.6, §5).
 
 use std::{
-    io::{self, IsTerminal as _, Read, Write},
+    fs::File,
+    io::{self, IsTerminal as _, Read, Write as _},
+    os::fd::AsRawFd as _,
     path::PathBuf,
 };
 
@@ -11,7 +13,6 @@ use cocoon_engine::{
     engine::{Engine, MemoryRecipe},
     image::{ImportOptions, Setuid},
 };
-use tempfile::NamedTempFile;
 
 use super::{
     Exit,
@@ -84,14 +85,14 @@ pub async fn run(command: ImageCommand, settings: &Settings) -> anyhow::Result<E
 async fn import(engine: &Engine, args: ImportArgs, settings: &Settings) -> anyhow::Result<()> {
     let setuid = if args.strip_setuid { Setuid::Strip } else { Setuid::Refuse };
     let how = ImportOptions { setuid, ..ImportOptions::default() };
-    // Held until the import is over: dropping it removes the file.
+    // Kept open until the import is over: it has no name, so nothing is left of it whatever happens.
     let mut spooled = None;
     let files = if args.files.is_empty() {
         let file = tokio::task::spawn_blocking({
             let folder = settings.temp_dir();
             move || spool(io::stdin().lock(), &folder)
         });
-        vec![spooled.insert(file.await??).path().to_owned()]
+        vec![path_of(spooled.insert(file.await??))]
     } else {
         args.files
     };
@@ -100,13 +101,18 @@ async fn import(engine: &Engine, args: ImportArgs, settings: &Settings) -> anyho
     Ok(())
 }
 
+/// A path by which an open file can be opened again.
+fn path_of(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
 /// Archives are read more than once, so standard input goes to a file first.
-fn spool(input: impl Read, folder: &std::path::Path) -> anyhow::Result<NamedTempFile> {
+fn spool(input: impl Read, folder: &std::path::Path) -> anyhow::Result<File> {
     if io::stdin().is_terminal() {
         bail!("no archive was given; name a tar file, or pipe one in");
     }
     let step = || format!("keeping standard input in {}", folder.display());
-    let mut file = NamedTempFile::with_prefix_in("stdin-", folder).with_context(step)?;
+    let mut file = tempfile::tempfile_in(folder).with_context(step)?;
     let read = io::copy(&mut input.take(MOST + 1), &mut file).with_context(step)?;
     if read == 0 {
         bail!("standard input is empty; pipe a tar in, or name a file");

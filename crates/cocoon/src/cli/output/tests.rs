@@ -43,7 +43,6 @@ fn vm() -> Vm {
         paused: false,
         cloned_from: String::new(),
         warnings: Vec::new(),
-        warnings: Vec::new(),
         transition_generation: 2,
         created_at: time(),
         updated_at: time(),
