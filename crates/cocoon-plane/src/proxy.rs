@@ -173,7 +173,7 @@ async fn connect(inner: &Inner, place: &Place) -> Result<TlsStream<TcpStream>, R
     let reach = async {
         let stream = TcpStream::connect((place.address.as_str(), place.port)).await?;
         let _ = stream.set_nodelay(true);
-        Ok::<_, std::io::Error>(TlsConnector::from(config).connect(name, stream).await?)
+        TlsConnector::from(config).connect(name, stream).await
     };
     Ok(tokio::time::timeout(CONNECT, reach).await.map_err(|_| ReachError::Slow(CONNECT))??)
 }

@@ -363,7 +363,7 @@ mod tests {
             key in "[a-z]{1,3}", values in proptest::collection::vec("[a-z]{0,2}", 1..4), own in proptest::option::of("[a-z]{0,2}")
         ) {
             let set = values.join(",");
-            let find = |asked: &str| (asked == key).then(|| own.as_deref()).flatten();
+            let find = |asked: &str| (asked == key).then_some(own.as_deref()).flatten();
             let inside = parse_labels(&format!("{key} in ({set})")).unwrap()[0].holds(find);
             let outside = parse_labels(&format!("{key} notin ({set})")).unwrap()[0].holds(find);
             prop_assert_ne!(inside, outside);
