@@ -282,6 +282,7 @@ impl Store {
         }
         let mut incoming = self.begin_unlocked(digest, bytes.len() as u64)?;
         incoming.write(bytes)?;
+        incoming.seal()?;
         incoming.place()
     }
 
@@ -395,18 +396,22 @@ impl Incoming {
 
     /// Verifies, syncs and moves the blob into place, under the shared lock.
     pub(super) fn commit(self) -> Result<(), RegistryError> {
-        self.file.sync_data().map_err(|error| self.store.full(&self.digest, error))?;
+        self.seal()?;
         let _held = self.store.locked(FlockOperation::LockShared)?;
         self.place()
     }
 
-    fn place(self) -> Result<(), RegistryError> {
+    /// Every byte is verified and on disk.
+    fn seal(&self) -> Result<(), RegistryError> {
         let hasher = self.hasher.clone();
         if hasher.length() != self.size || hasher.finish() != self.digest {
             return Err(RegistryError::Corrupt { object: self.digest.clone() });
         }
-        let moved = self.file.sync_data().and_then(|()| std::fs::rename(&self.path, &self.target));
-        moved.map_err(|error| self.store.full(&self.digest, error))
+        self.file.sync_data().map_err(|error| self.store.full(&self.digest, error))
+    }
+
+    fn place(self) -> Result<(), RegistryError> {
+        std::fs::rename(&self.path, &self.target).map_err(|error| self.store.full(&self.digest, error))
     }
 }
 

@@ -52,13 +52,6 @@ pub(crate) struct Piece {
     pub(crate) stored: u64,
 }
 
-impl FilePlan {
-    /// Whether the pieces are more than the file's bytes in one layer.
-    pub(crate) fn encoded(&self) -> bool {
-        self.zstd || self.pieces.len() > 1
-    }
-}
-
 /// Whether a name can be a file of a snapshot.
 pub(crate) fn check_title(title: &str) -> Result<(), String> {
     let bad =

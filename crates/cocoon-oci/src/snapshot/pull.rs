@@ -172,7 +172,7 @@ impl<'a> Source<'a> {
         for file in files {
             sink.begin(file).await?;
             let total = match window {
-                Some(window) if file.pieces.len() > 1 => self.ahead(file, files, window, sink).await?,
+                Some(window) if file.pieces.len() > 1 => self.ahead(file, window, sink).await?,
                 _ => self.streamed(file, sink).await?,
             };
             if total != file.payload {
@@ -186,7 +186,7 @@ impl<'a> Source<'a> {
 
     /// How many pieces may be fetched ahead; `None`: stream one at a time.
     fn window(&self, files: &[FilePlan]) -> Option<usize> {
-        let encoded = || files.iter().filter(|file| file.encoded());
+        let encoded = || files.iter().filter(|file| file.pieces.len() > 1);
         let largest_in = encoded().flat_map(|file| &file.pieces).map(|piece| piece.stored).max()?;
         let largest_out = encoded().map(|file| file.ceiling).max()?;
         if largest_in > MAX_BUFFERED || largest_out > MAX_BUFFERED {
@@ -199,19 +199,11 @@ impl<'a> Source<'a> {
     }
 
     /// Pieces are fetched and decoded ahead while earlier ones are written.
-    async fn ahead(
-        &self,
-        file: &FilePlan,
-        files: &[FilePlan],
-        window: usize,
-        sink: &mut dyn Sink,
-    ) -> Result<u64, PullError> {
-        let ceiling =
-            files.iter().filter(|file| file.encoded()).map(|file| file.ceiling).max().unwrap_or_default();
+    async fn ahead(&self, file: &FilePlan, window: usize, sink: &mut dyn Sink) -> Result<u64, PullError> {
         // Boxed, so that the whole future stays `Send` for callers that spawn it.
         let mut decoded = Vec::with_capacity(file.pieces.len());
         for piece in &file.pieces {
-            decoded.push(self.decoded(file, piece, ceiling).boxed());
+            decoded.push(self.decoded(file, piece).boxed());
         }
         let mut pieces = futures::stream::iter(decoded).buffered(window);
         let (ready, mut queue) = mpsc::channel::<Bytes>(1);
@@ -244,11 +236,12 @@ impl<'a> Source<'a> {
         }
     }
 
-    async fn decoded(&self, file: &FilePlan, piece: &Piece, ceiling: u64) -> Result<Bytes, PullError> {
+    async fn decoded(&self, file: &FilePlan, piece: &Piece) -> Result<Bytes, PullError> {
         let bytes = self.stored(piece, &file.name).await?;
         if !file.zstd {
             return Ok(bytes.into());
         }
+        let ceiling = file.ceiling;
         let decoded = tokio::task::spawn_blocking(move || decode(&bytes, ceiling)).await;
         let decoded = decoded.unwrap_or_else(|error| Err(io::Error::other(error)));
         let decoded =

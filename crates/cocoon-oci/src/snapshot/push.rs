@@ -548,3 +548,42 @@ impl Encoders {
         Ok(encoded)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Memory;
+
+    #[test]
+    fn the_default_chunk_grows_so_that_the_manifest_stays_below_four_mebibytes() {
+        let (registry, options) = (Memory::new(), PushOptions::default());
+        let push = Push::new(&registry, "vm", "t", &options).unwrap();
+        let piece = Stored { digest: digest::of(b""), size: u64::MAX >> 2 };
+        let mut document = Document::default();
+        for (name, size) in
+            [("memory-ranges", 12_u64 << 40), ("cow.qcow2", 40 << 40), ("data-second.raw", 1 << 34)]
+        {
+            let (zstd, stride) = push.cut(size).unwrap();
+            let count = size.div_ceil(stride);
+            push.layers.fetch_add(count, Ordering::Relaxed);
+            let head = Head { name: name.to_owned(), size, ..Head::default() };
+            let file = Filed { head, zstd, pieces: Arc::default() };
+            let pieces = vec![piece.clone(); usize::try_from(count).unwrap()];
+            document.layers.extend(layers(&file, &pieces));
+        }
+        assert!(document.layers.len() > 4096);
+        assert!(document.to_bytes().len() < 4 << 20, "{} layers", document.layers.len());
+        assert_eq!(push.cut(2 << 30).unwrap().1, DEFAULT_CHUNK.max((2 << 30) / 1024));
+    }
+
+    #[test]
+    fn workers_never_need_more_than_the_budget() {
+        let options =
+            |chunk_size, memory_budget| PushOptions { chunk_size, memory_budget, ..PushOptions::default() };
+        assert_eq!(workers(&options(4 * MIB, 512 * MIB)).unwrap(), (4 * MIB, 8));
+        assert_eq!(workers(&options(512 * MIB, 9216 * MIB)).unwrap().1, 8);
+        assert_eq!(workers(&options(MIB, 4 * MIB)).unwrap().1, 1);
+        assert!(workers(&options(MIB, 4 * MIB - 1)).is_err());
+        assert_eq!(workers(&options(0, 0)).unwrap(), (0, 1));
+    }
+}
