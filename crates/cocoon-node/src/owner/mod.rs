@@ -11,6 +11,8 @@ mod known;
 mod perform;
 mod probe;
 mod retry;
+#[cfg(test)]
+pub(crate) mod stage;
 mod task;
 #[cfg(test)]
 mod tests;
@@ -89,6 +91,13 @@ impl Context {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         while tasks.try_join_next().is_some() {}
         tasks.spawn(task);
+    }
+
+    /// Drops every owner where it is, as a kill does.
+    #[cfg(test)]
+    pub(crate) async fn kill(&self) {
+        let mut tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
+        tasks.shutdown().await;
     }
 
     /// Waits until all owners ended, at most the configured limit; then they are dropped where they are

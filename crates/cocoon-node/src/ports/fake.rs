@@ -1,7 +1,21 @@
-//! In-memory ports for tests.
+//! In-memory ports for tests: a small world of VMs, snapshots and tags that checks I1 and I3 by itself.
+//!
+//! Every guest has a `state`, a number that grows while it runs; snapshots and tags hold the state they
+//! were taken at. So a test can tell what was lost. Failures and kills are injected by call name.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    net::Ipv4Addr,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
+use async_trait::async_trait;
+use cocoon_guest::host::Exec;
+use tokio::sync::Notify;
+
+use super::*;
 use crate::record::{OwnerRecord, Phase};
 
 /// A record of a running VM.
@@ -27,5 +41,394 @@ pub(crate) fn record(vm_name: &str) -> OwnerRecord {
         woken_from: None,
         woken_ready: false,
         import_left: false,
+    }
+}
+
+/// A guest.
+#[derive(Debug, Clone)]
+pub(crate) struct Machine {
+    pub(crate) view: VmView,
+    /// What the guest has done so far.
+    pub(crate) state: u64,
+}
+
+/// A snapshot, local or behind a tag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub(crate) id: String,
+    pub(crate) state: u64,
+    pub(crate) base_image: String,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct World {
+    pub(crate) vms: BTreeMap<String, Machine>,
+    pub(crate) snapshots: BTreeMap<String, Held>,
+    pub(crate) tags: BTreeMap<String, Held>,
+    pub(crate) images: Vec<String>,
+    pub(crate) records: BTreeMap<String, OwnerRecord>,
+    pub(crate) calls: Vec<String>,
+    /// Call name → how often it fails yet, and with what.
+    failing: BTreeMap<String, (u32, Reason)>,
+    /// Effects until the agent is killed; the effect that reaches 0 is done and never answered.
+    pub(crate) kill_after: Option<u32>,
+    /// Broken invariants.
+    pub(crate) broken: Vec<String>,
+    pub(crate) unreachable: bool,
+    made: u64,
+}
+
+/// All ports at once. Clones are the same world.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Fake {
+    pub(crate) world: Arc<Mutex<World>>,
+    pub(crate) killed: Arc<Notify>,
+}
+
+impl Fake {
+    pub(crate) fn world(&self) -> MutexGuard<'_, World> {
+        self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn ports(&self, registry: bool) -> Ports {
+        let all = Arc::new(self.clone());
+        Ports {
+            vms: Arc::clone(&all) as _,
+            snapshots: Arc::clone(&all) as _,
+            images: Arc::clone(&all) as _,
+            guest: Arc::clone(&all) as _,
+            registry: registry.then(|| Arc::clone(&all) as _),
+            leases: Arc::clone(&all) as _,
+            prober: Arc::clone(&all) as _,
+            records: Arc::clone(&all) as _,
+            host: all,
+        }
+    }
+
+    /// Lets the next `times` calls of this name fail.
+    pub(crate) fn fail(&self, call: &str, times: u32, reason: Reason) {
+        self.world().failing.insert(call.to_owned(), (times, reason));
+    }
+
+    pub(crate) fn calls(&self, name: &str) -> usize {
+        self.world().calls.iter().filter(|call| call.split(' ').next() == Some(name)).count()
+    }
+
+    fn begin(&self, call: &str, object: &str) -> PortResult<()> {
+        let mut world = self.world();
+        world.calls.push(format!("{call} {object}"));
+        match world.failing.get_mut(call) {
+            Some((0, _)) | None => Ok(()),
+            Some((left, reason)) => {
+                *left -= 1;
+                Err(PortError::new(*reason, format!("{call} {object}: injected")))
+            }
+        }
+    }
+
+    /// An effect is done; perhaps the agent does not live to hear of it.
+    async fn done(&self) {
+        let kill = {
+            let mut world = self.world();
+            match &mut world.kill_after {
+                Some(0) => false,
+                Some(left) => {
+                    *left -= 1;
+                    *left == 0
+                }
+                None => false,
+            }
+        };
+        if kill {
+            self.killed.notify_one();
+            std::future::pending::<()>().await;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+
+    fn make(&self, name: &str, state: u64) -> PortResult<VmView> {
+        let mut world = self.world();
+        if world.vms.contains_key(name) {
+            world.broken.push(format!("I1: a second VM {name} was asked for"));
+            return Err(PortError::new(Reason::CreateFailed, format!("vm name {name:?} already exists")));
+        }
+        world.made += 1;
+        let view = VmView {
+            id: format!("VM{}", world.made),
+            name: name.to_owned(),
+            phase: VmPhase::Running,
+            pid: 100,
+            macs: vec![format!("02:00:00:00:00:{:02x}", world.made)],
+            hypervisor: "qemu".to_owned(),
+        };
+        world.vms.insert(name.to_owned(), Machine { view: view.clone(), state });
+        Ok(view)
+    }
+
+    fn take_snapshot(&self, vm: &str, name: &str, pause: bool) -> PortResult<SnapshotView> {
+        let mut world = self.world();
+        let missing = || PortError::new(Reason::EngineUnavailable, format!("VM not running: {vm}"));
+        let machine =
+            world.vms.get_mut(vm).filter(|m| m.view.phase == VmPhase::Running).ok_or_else(missing)?;
+        if pause {
+            machine.view.phase = VmPhase::Paused;
+        }
+        let state = machine.state;
+        world.made += 1;
+        let held = Held { id: format!("S{}", world.made), state, base_image: String::new() };
+        let view = snapshot_view(name, &held);
+        world.snapshots.insert(name.to_owned(), held);
+        Ok(view)
+    }
+
+    /// The guest of every running VM goes on for a while.
+    pub(crate) fn live(&self) {
+        for machine in self.world().vms.values_mut().filter(|m| m.view.phase == VmPhase::Running) {
+            machine.state += 1;
+        }
+    }
+}
+
+fn snapshot_view(name: &str, held: &Held) -> SnapshotView {
+    SnapshotView { id: held.id.clone(), name: name.to_owned(), hypervisor: "qemu".to_owned() }
+}
+
+#[async_trait]
+impl Vms for Fake {
+    async fn list(&self) -> PortResult<Vec<VmView>> {
+        self.begin("list", "")?;
+        Ok(self.world().vms.values().map(|machine| machine.view.clone()).collect())
+    }
+
+    async fn inspect(&self, vm: &str) -> PortResult<Option<VmView>> {
+        self.begin("inspect", vm)?;
+        Ok(self.world().vms.get(vm).map(|machine| machine.view.clone()))
+    }
+
+    async fn run(&self, request: RunRequest) -> PortResult<VmView> {
+        self.begin("run", &request.name)?;
+        let made = self.make(&request.name, 0)?;
+        self.done().await;
+        Ok(made)
+    }
+
+    async fn clone_vm(&self, request: CloneRequest) -> PortResult<VmView> {
+        self.begin("clone", &format!("{} {}", request.name, request.snapshot))?;
+        let held = self.world().snapshots.get(&request.snapshot).cloned();
+        let missing =
+            || PortError::new(Reason::SnapshotNotFound, format!("no snapshot {}", request.snapshot));
+        let made = self.make(&request.name, held.ok_or_else(missing)?.state)?;
+        self.done().await;
+        Ok(made)
+    }
+
+    async fn start(&self, vm: &str) -> PortResult<VmView> {
+        self.begin("start", vm)?;
+        let started = {
+            let mut world = self.world();
+            let machine = world.vms.get_mut(vm).ok_or_else(|| PortError::new(Reason::VMGone, "no VM"))?;
+            machine.view.phase = VmPhase::Running;
+            machine.view.clone()
+        };
+        self.done().await;
+        Ok(started)
+    }
+
+    async fn remove(&self, vm: &str) -> PortResult<()> {
+        self.begin("remove", vm)?;
+        self.world().vms.remove(vm);
+        self.done().await;
+        Ok(())
+    }
+
+    async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
+        self.begin("capture", vm)?;
+        let taken = self.take_snapshot(vm, name, true)?;
+        self.done().await;
+        Ok(taken)
+    }
+
+    async fn save(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
+        self.begin("save", &format!("{vm} {name}"))?;
+        let taken = self.take_snapshot(vm, name, false)?;
+        self.done().await;
+        Ok(taken)
+    }
+
+    async fn resume(&self, vm: &str) -> PortResult<()> {
+        self.begin("resume", vm)?;
+        if let Some(machine) = self.world().vms.get_mut(vm).filter(|m| m.view.phase == VmPhase::Paused) {
+            machine.view.phase = VmPhase::Running;
+            machine.state += 1;
+        }
+        self.done().await;
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Snapshots for Fake {
+    async fn get(&self, name: &str) -> PortResult<Option<SnapshotView>> {
+        self.begin("snapshot", name)?;
+        Ok(self.world().snapshots.get(name).map(|held| snapshot_view(name, held)))
+    }
+
+    async fn remove(&self, name: &str) -> PortResult<()> {
+        self.begin("drop", name)?;
+        self.world().snapshots.remove(name);
+        self.done().await;
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Images for Fake {
+    async fn ensure(&self, image: &str, _force: bool) -> PortResult<String> {
+        self.begin("image", image)?;
+        let there = self.world().images.iter().any(|known| known == image);
+        let missing =
+            || PortError::new(Reason::ImageNotFound, format!("image {image:?} is nowhere; import it"));
+        there.then(|| image.to_owned()).ok_or_else(missing)
+    }
+}
+
+#[async_trait]
+impl Guest for Fake {
+    async fn exec(&self, vm: &str, _exec: Exec) -> PortResult<GuestSession> {
+        Err(PortError::new(Reason::GuestSilent, format!("no guest in {vm}")))
+    }
+
+    async fn console(&self, _vm: &str) -> PortResult<PathBuf> {
+        Ok(PathBuf::from("/nonexistent"))
+    }
+}
+
+fn digest(held: &Held) -> String {
+    format!("sha256:{}", held.id)
+}
+
+#[async_trait]
+impl Registry for Fake {
+    async fn facts(&self, repository: &str, tag: &str) -> PortResult<Option<TagView>> {
+        self.begin("facts", &format!("{repository}:{tag}"))?;
+        let held = self.world().tags.get(&format!("{repository}:{tag}")).cloned();
+        Ok(held.map(|held| TagView {
+            digest: digest(&held),
+            snapshot_id: held.id.clone(),
+            base_image: held.base_image,
+        }))
+    }
+
+    async fn push(&self, request: PushRequest) -> PortResult<String> {
+        let name = format!("{}:{}", request.repository, request.tag);
+        self.begin("push", &name)?;
+        let digest = {
+            let mut world = self.world();
+            let found = world.snapshots.values().find(|held| held.id == request.snapshot).cloned();
+            let mut held =
+                found.ok_or_else(|| PortError::new(Reason::SnapshotNotFound, "no such snapshot"))?;
+            if let (Guard::AbsentOr(digests), Some(before)) = (&request.guard, world.tags.get(&name))
+                && !digests.contains(&digest(before))
+            {
+                return Err(PortError::new(Reason::TagMoved, format!("{name} was moved by somebody else")));
+            }
+            held.base_image.clone_from(&request.base_image);
+            let digest = digest(&held);
+            world.tags.insert(name, held);
+            digest
+        };
+        self.done().await;
+        Ok(digest)
+    }
+
+    async fn pull(&self, repository: &str, reference: &str, name: &str) -> PortResult<SnapshotView> {
+        self.begin("pull", &format!("{repository} {reference}"))?;
+        let pulled = {
+            let mut world = self.world();
+            let by_digest = |(key, held): &(&String, &Held)| {
+                key.starts_with(&format!("{repository}:"))
+                    && (digest(held) == reference || **key == format!("{repository}:{reference}"))
+            };
+            let held = world.tags.iter().find(by_digest).map(|(_, held)| held.clone());
+            let held = held.ok_or_else(|| PortError::new(Reason::SnapshotNotFound, "not in the registry"))?;
+            let view = snapshot_view(name, &held);
+            world.snapshots.insert(name.to_owned(), held);
+            view
+        };
+        self.done().await;
+        Ok(pulled)
+    }
+
+    async fn drop_tag(&self, repository: &str, tag: &str, gone: &str, _snapshot: &str) -> PortResult<()> {
+        let name = format!("{repository}:{tag}");
+        self.begin("droptag", &name)?;
+        {
+            let mut world = self.world();
+            if world.tags.get(&name).is_some_and(|held| digest(held) == gone) {
+                if !world.vms.contains_key(repository) && !world.records.contains_key(repository) {
+                    world.broken.push(format!("I3: {name} was dropped and nothing is left"));
+                }
+                world.tags.remove(&name);
+            }
+        }
+        self.done().await;
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Leases for Fake {
+    async fn lookup(&self, mac: &str) -> PortResult<Option<Ipv4Addr>> {
+        let last = mac.rsplit(':').next().and_then(|hex| u8::from_str_radix(hex, 16).ok()).unwrap_or(1);
+        Ok(Some(Ipv4Addr::new(172, 31, 240, last)))
+    }
+
+    async fn release(&self, mac: &str) -> PortResult<()> {
+        self.begin("release", mac)
+    }
+}
+
+#[async_trait]
+impl Prober for Fake {
+    async fn probe(&self, ip: Ipv4Addr, _port: Option<u16>, _limit: Duration) -> Result<(), String> {
+        if self.world().unreachable { Err(format!("{ip} did not answer")) } else { Ok(()) }
+    }
+}
+
+#[async_trait]
+impl Records for Fake {
+    async fn load(&self) -> PortResult<Vec<OwnerRecord>> {
+        Ok(self.world().records.values().cloned().collect())
+    }
+
+    async fn put(&self, record: &OwnerRecord) -> PortResult<()> {
+        self.begin("put", &record.vm_name)?;
+        self.world().records.insert(record.vm_name.clone(), record.clone());
+        self.done().await;
+        Ok(())
+    }
+
+    async fn forget(&self, vm_name: &str) -> PortResult<()> {
+        self.begin("forget", vm_name)?;
+        {
+            let mut world = self.world();
+            if world.vms.contains_key(vm_name) {
+                world.broken.push(format!("I6: the record of {vm_name} went before its VM"));
+            }
+            world.records.remove(vm_name);
+        }
+        self.done().await;
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Host for Fake {
+    async fn view(&self) -> HostView {
+        HostView::default()
+    }
+
+    fn address(&self) -> Option<IpAddr> {
+        None
     }
 }
