@@ -55,9 +55,9 @@ async fn give(registry: &Memory) -> Vec<u8> {
 
 #[tokio::test]
 async fn one_tar_gives_the_same_tar_back_whatever_the_knobs() {
-    let tar = export(10 << 20);
+    let tar = export(9 << 20);
     let mut given = Vec::new();
-    for (level, chunk) in [(0, 0), (1, 0), (0, 1 << 20), (3, 1 << 20), (1, 4 << 20)] {
+    for (level, chunk) in [(0, 0), (1, 0), (3, 1 << 20)] {
         let registry = Memory::new();
         take(&registry, &tar, &fixed(level, chunk)).await.unwrap();
         given.push(give(&registry).await);

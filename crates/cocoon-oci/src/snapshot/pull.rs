@@ -8,7 +8,7 @@ use std::io::{self, Read as _};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use futures::{FutureExt as _, StreamExt as _, TryStreamExt as _};
+use futures::{StreamExt as _, stream::FuturesOrdered};
 use tokio::{io::AsyncReadExt as _, sync::mpsc};
 
 use super::{
@@ -200,20 +200,20 @@ impl<'a> Source<'a> {
 
     /// Pieces are fetched and decoded ahead while earlier ones are written.
     async fn ahead(&self, file: &FilePlan, window: usize, sink: &mut dyn Sink) -> Result<u64, PullError> {
-        // Boxed, so that the whole future stays `Send` for callers that spawn it.
-        let mut decoded = Vec::with_capacity(file.pieces.len());
-        for piece in &file.pieces {
-            decoded.push(self.decoded(file, piece).boxed());
-        }
-        let mut pieces = futures::stream::iter(decoded).buffered(window);
         let (ready, mut queue) = mpsc::channel::<Bytes>(1);
         let fetch = async move {
-            while let Some(bytes) = pieces.try_next().await? {
-                if ready.send(bytes).await.is_err() {
-                    break; // the writer failed and says why
+            // Not `iter().map().buffered()`: its closure would keep callers from spawning this future.
+            let mut waiting = file.pieces.iter();
+            let mut inflight = FuturesOrdered::new();
+            loop {
+                for piece in waiting.by_ref().take(window - inflight.len()) {
+                    inflight.push_back(self.decoded(file, piece));
+                }
+                let Some(decoded) = inflight.next().await else { return Ok(()) };
+                if ready.send(decoded?).await.is_err() {
+                    return Ok(()); // the writer failed and says why
                 }
             }
-            Ok(())
         };
         let write = async {
             let mut total = 0;
