@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `/init` as PID 1 | [`boot`]: from the initrd into the image's root, then one of the next two |
 //! | `serve` as PID 1 | serve the ports, reap what is left behind, run DHCP |
+//! | `keep` beside `/sbin/init` | run `serve` and start it again should it end |
 //! | `serve` beside `/sbin/init` | serve the ports, run DHCP |
 //! | `poweroff`, `reboot` | end the guest in good order |
 //!
@@ -43,6 +44,7 @@ pub fn main() -> ExitCode {
     let verb = std::env::args().nth(1);
     let result = match verb.as_deref() {
         Some("serve") => serve(),
+        Some("keep") => boot::keep(),
         Some("poweroff") => power::end(power::End::PowerOff),
         Some("reboot") => power::end(power::End::Reboot),
         // The kernel passes words it does not know to PID 1, so any others mean nothing.
@@ -60,6 +62,10 @@ pub fn main() -> ExitCode {
 
 /// Serves for ever.
 fn serve() -> Result<(), String> {
+    // PID 1 is spared anyhow; beside another one, memory is to be found elsewhere. Commands are reset.
+    if let Err(error) = std::fs::write("/proc/self/oom_score_adj", "-900") {
+        say(&format!("oom_score_adj: {error}"));
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -67,6 +73,7 @@ fn serve() -> Result<(), String> {
     runtime.block_on(async {
         let mut tasks = JoinSet::new();
         let machine: Arc<dyn Machine> = Arc::new(Guest { leases: dhcp::start(&mut tasks) });
+        say(&format!("{} is up", rustix::system::uname().nodename().to_string_lossy()));
         for index in 0..port::PORTS {
             tasks.spawn(port::serve(index, Arc::clone(&machine)));
         }

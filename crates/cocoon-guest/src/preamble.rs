@@ -3,7 +3,9 @@
 //! A port is a byte pipe that never begins or ends: what an older connection left in it, half frames
 //! included, comes out first. So the host sends a preamble with a random *epoch*; the agent drops
 //! everything before it, ends what belonged to an older epoch, and echoes it; the host drops everything
-//! before the echo of its own epoch. After that both sides speak `yamux`.
+//! before the echo of its own epoch. After that both sides speak `yamux`. Whatever preamble arrives later
+//! ends the connection: a new host's at the agent, and at the host that of an agent that has started anew
+//! (with an epoch of zeros, sent once).
 //!
 //! ```text
 //!  0  magic    fe 43 4f 43 4f 4f 4e c1   (fe and c1 never occur in UTF-8, so never inside a frame)
@@ -44,6 +46,9 @@ pub struct Preamble {
 }
 
 impl Preamble {
+    /// What an agent says when it opens a port: older connections are over.
+    pub const AGENT_STARTS: Self = Self { role: Role::Agent, epoch: [0; 16] };
+
     /// The bytes on the wire.
     #[must_use]
     pub fn encode(&self) -> [u8; PREAMBLE_LEN] {
@@ -199,7 +204,7 @@ mod tests {
 
     #[test]
     fn the_magic_can_occur_in_no_frame() {
-        assert!(std::str::from_utf8(&MAGIC).is_err());
+        assert!(String::from_utf8(MAGIC.to_vec()).is_err());
         let json = crate::protocol::encode(&crate::protocol::Frame::data(
             crate::protocol::Kind::Stdin,
             preamble(Role::Host, [1; 16]).encode().to_vec(),

@@ -174,6 +174,9 @@ pub enum FrameError {
     /// `data` is not base64.
     #[error("the data of a frame is not base64")]
     Data(#[source] base64::DecodeError),
+    /// The stream ended inside a frame.
+    #[error("the stream ended inside a frame")]
+    Truncated,
     /// The stream under the frames failed.
     #[error("reading or writing a frame")]
     Io(#[from] std::io::Error),
@@ -350,7 +353,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                 self.searched = 0;
                 return match std::mem::take(&mut self.buffer) {
                     rest if rest.is_empty() => Ok(None),
-                    rest => decode(&rest).map(Some),
+                    rest => decode(&rest).map(Some).map_err(|_| FrameError::Truncated),
                 };
             }
         }
@@ -475,6 +478,8 @@ mod tests {
         for want in [Some(Kind::Exit), Some(Kind::Stdin), None, None] {
             assert_eq!(frames.next().await.unwrap().map(|frame| frame.kind), want);
         }
+        let mut cut = FrameReader::new(&b"{\"type\":\"ex"[..]);
+        assert!(matches!(cut.next().await, Err(FrameError::Truncated)));
     }
 
     fn frame() -> impl Strategy<Value = Frame> {

@@ -1,4 +1,5 @@
 //! Host and agent on one byte pipe that has no beginning and no end, as a virtio-serial port is.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::{collections::BTreeMap, os::unix::net::UnixStream as StdStream, sync::Arc, time::Duration};
 
@@ -206,6 +207,26 @@ async fn a_lost_connection_is_an_error_and_never_an_exit_code() {
     assert!(session.events.recv().await.is_none());
     timeout(LIMIT, channel.closed()).await.unwrap();
     assert!(matches!(channel.exec(sh("true")).await, Err(GuestError::Closed)));
+}
+
+#[tokio::test]
+async fn an_agent_that_starts_anew_ends_the_sessions_of_its_predecessor() {
+    let (port, far) = Port::without_agent();
+    let successor = far.try_clone().unwrap();
+    let mut link = Link::new(stream(far));
+    let agent = tokio::spawn(async move {
+        let machine: Arc<dyn Machine> = Arc::new(Still);
+        link.greeted().await.unwrap();
+        serve(&mut link, &machine).await;
+    });
+    let channel = Channel::open(port.host(), LIMIT).await.unwrap();
+    let mut session = channel.exec(sh("sleep 5")).await.unwrap();
+    assert!(matches!(session.events.recv().await, Some(Ok(ExecEvent::Started(_)))));
+    agent.abort();
+    let mut successor = stream(successor);
+    successor.write_all(&Preamble::AGENT_STARTS.encode()).await.unwrap();
+    assert!(matches!(timeout(LIMIT, session.events.recv()).await.unwrap(), Some(Err(GuestError::Closed))));
+    timeout(LIMIT, channel.closed()).await.unwrap();
 }
 
 #[tokio::test]

@@ -1,4 +1,5 @@
 //! The agent's side of a session, with programs of this machine and a machine that cannot be changed.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::{
     sync::{Arc, Mutex},

@@ -166,14 +166,15 @@ fn furnish(parameters: &Parameters) -> Result<(), String> {
     }
     tmpfs(&format!("{root}/run"), c"mode=755")?;
     install_home(&root)?;
-    let first_boot = !Path::new(BORN).exists();
+    if !Path::new(BORN).exists() {
+        machine::set_machine_id(&root, &machine::fresh_machine_id()?)?;
+        machine::remove_saved_seed(&root)?;
+        // Last, so that a crash in between makes this boot the first one again.
+        fs::write(BORN, "").map_err(|error| format!("{BORN}: {error}"))?;
+    }
     empty_initrd();
     switch(&root).map_err(|error| format!("switch to the new root: {error}"))?;
     device_mounts();
-    if first_boot {
-        machine::set_machine_id(&machine::fresh_machine_id()?)?;
-        machine::remove("/var/lib/systemd/random-seed")?;
-    }
     if identity::is_hostname(&parameters.hostname) {
         machine::set_hostname(&parameters.hostname)?;
     }
@@ -280,7 +281,7 @@ fn busybox(arguments: &[&str]) -> Result<(), String> {
 /// Hands PID 1 on. Comes back only when that failed.
 fn start() -> String {
     if Path::new("/sbin/init").exists() {
-        match agent().stdin(Stdio::null()).spawn() {
+        match agent("keep").stdin(Stdio::null()).spawn() {
             Ok(_) => {
                 let error = Command::new("/sbin/init").env_clear().env("TERM", "linux").exec();
                 say(&format!("/sbin/init: {error}; going on without it"));
@@ -292,15 +293,26 @@ fn start() -> String {
     if fs::create_dir_all("/sys/fs/cgroup").is_ok() || Path::new("/sys/fs/cgroup").is_dir() {
         let _ = mount("cgroup2", "/sys/fs/cgroup", "cgroup2", MountFlags::NOSUID | MountFlags::NOEXEC, None);
     }
-    format!("the agent: {}", agent().exec())
+    format!("the agent: {}", agent("serve").exec())
+}
+
+/// Keeps an agent running beside the image's own PID 1.
+pub(super) fn keep() -> Result<(), String> {
+    loop {
+        match agent("serve").status() {
+            Ok(status) => say(&format!("the agent ended with {status}; starting it again")),
+            Err(error) => say(&format!("the agent does not start: {error}")),
+        }
+        thread::sleep(Duration::from_secs(1));
+    }
 }
 
 /// The agent as installed, with a clean environment.
-fn agent() -> Command {
+fn agent(verb: &str) -> Command {
     let mut command = Command::new(format!("{HOME}/agent"));
     command
         .arg0(AGENT_NAME)
-        .arg("serve")
+        .arg(verb)
         .env_clear()
         .env("PATH", super::session::PATH)
         .env("HOME", "/root")

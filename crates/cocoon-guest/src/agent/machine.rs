@@ -17,10 +17,10 @@ use super::{
 };
 use crate::{protocol::Identity, sys};
 
-const MACHINE_ID: &str = "/etc/machine-id";
-const DBUS_MACHINE_ID: &str = "/var/lib/dbus/machine-id";
+const MACHINE_ID: &str = "etc/machine-id";
+const DBUS_MACHINE_ID: &str = "var/lib/dbus/machine-id";
 /// Entropy that systemd carries from one boot to the next: every clone would start with it.
-const SAVED_SEED: &str = "/var/lib/systemd/random-seed";
+const SAVED_SEED: &str = "var/lib/systemd/random-seed";
 
 /// The guest we run in.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Machine for Guest {
     async fn reseed(&self, entropy: &[u8], regen_machine_id: bool) -> Result<(), String> {
         mix_in(entropy)?;
         if regen_machine_id {
-            set_machine_id(&fresh_machine_id()?)?;
+            set_machine_id("/", &fresh_machine_id()?)?;
         }
         Ok(())
     }
@@ -52,7 +52,7 @@ impl Machine for Guest {
             set_hostname(name)?;
         }
         if let Some(id) = &change.machine_id {
-            set_machine_id(id)?;
+            set_machine_id("/", id)?;
         }
         self.rewire(&change).await
     }
@@ -84,7 +84,12 @@ impl Guest {
 
 fn mix_in(entropy: &[u8]) -> Result<(), String> {
     sys::add_entropy(entropy).map_err(|error| format!("entropy: {error}"))?;
-    remove(SAVED_SEED)
+    remove_saved_seed("/")
+}
+
+/// Removes the entropy that was saved below `root` for the next boot.
+pub(crate) fn remove_saved_seed(root: &str) -> Result<(), String> {
+    remove(Path::new(root).join(SAVED_SEED))
 }
 
 /// Sets the host name, now and for the next boot.
@@ -108,17 +113,18 @@ pub(crate) fn fresh_machine_id() -> Result<String, String> {
     Ok(id.iter().map(|b| format!("{b:02x}")).collect())
 }
 
-/// Writes the machine id as a regular file, and drops D-Bus' copy of the old one.
-pub(crate) fn set_machine_id(id: &str) -> Result<(), String> {
-    let is_link = |path: &str| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_symlink());
+/// Writes the machine id below `root` as a regular file, and drops D-Bus' copy of the old one.
+pub(crate) fn set_machine_id(root: &str, id: &str) -> Result<(), String> {
+    let is_link = |path: &Path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_symlink());
+    let (path, copy) = (Path::new(root).join(MACHINE_ID), Path::new(root).join(DBUS_MACHINE_ID));
     let set = || -> io::Result<()> {
-        if is_link(MACHINE_ID) {
-            fs::remove_file(MACHINE_ID)?;
+        if is_link(&path) {
+            fs::remove_file(&path)?;
         }
-        fs::write(MACHINE_ID, format!("{id}\n"))
+        fs::write(&path, format!("{id}\n"))
     };
-    set().map_err(|error| format!("{MACHINE_ID}: {error}"))?;
-    if is_link(DBUS_MACHINE_ID) { Ok(()) } else { remove(DBUS_MACHINE_ID) }
+    set().map_err(|error| format!("{}: {error}", path.display()))?;
+    if is_link(&copy) { Ok(()) } else { remove(copy) }
 }
 
 /// Removes a file; its absence is as good.

@@ -29,7 +29,7 @@ use super::{
     say,
     session::Machine,
 };
-use crate::sys;
+use crate::{preamble::Preamble, sys};
 
 /// Ports of one guest.
 pub(crate) const PORTS: usize = 4;
@@ -51,6 +51,7 @@ pub(crate) async fn serve(index: usize, machine: Arc<dyn Machine>) {
     loop {
         match find(&name).map(|path| Port::open(&path)) {
             Some(Ok(port)) => {
+                port.announce();
                 pause = Duration::from_millis(20);
                 let error = run(Link::new(port), &machine).await;
                 say(&format!("port {name}: {error}"));
@@ -103,6 +104,11 @@ impl Port {
         epoll::add(&set, file.as_fd(), epoll::EventData::new_u64(0), flags)?;
         let set = sys::watch(set)?;
         Ok(Self { file, set, readable: true, writable: true, connected: false, grace: None })
+    }
+
+    /// Tells a host that speaks with an agent before us that this one is gone. Nobody there is as good.
+    fn announce(&self) {
+        drop((&self.file).write(&Preamble::AGENT_STARTS.encode()));
     }
 
     /// Waits for news of the port; true when the host has been gone for long enough.

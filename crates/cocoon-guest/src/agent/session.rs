@@ -119,6 +119,8 @@ where
         Err(why) => return Some(Frame::error(why)),
     };
     let group = Group::of(&child);
+    // The agent is spared when memory runs out, its commands are not. Gone already is as good.
+    drop(std::fs::write(format!("/proc/{}/oom_score_adj", group.pid()), "0"));
     let (output, mut queue) = mpsc::channel(4);
     let (exited, ended) = watch::channel(None);
     let mut tasks = JoinSet::new();

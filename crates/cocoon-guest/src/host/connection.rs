@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     io,
     pin::Pin,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
@@ -45,7 +45,7 @@ where
             .map_err(|_| GuestError::Silent(limit))??;
         let until = deadline.min(Instant::now() + pause);
         match timeout_at(until, echo.wait(&mut io)).await {
-            Ok(rest) => return Ok(Behind { rest: rest?, io }),
+            Ok(rest) => return Ok(Behind { rest: rest?, io, matcher: Matcher::default(), over: false }),
             Err(_) if Instant::now() >= deadline => return Err(GuestError::Silent(limit)),
             Err(_) => pause = (pause * 2).min(RETRY_MAX),
         }
@@ -85,11 +85,14 @@ impl Echo {
     }
 }
 
-/// A byte stream with bytes that were already read put back in front.
+/// What comes behind the echo; ends where another preamble does.
 #[derive(Debug)]
 pub(crate) struct Behind<T> {
+    /// Bytes read together with the echo.
     rest: Vec<u8>,
     io: T,
+    matcher: Matcher,
+    over: bool,
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Behind<T> {
@@ -98,12 +101,19 @@ impl<T: AsyncRead + Unpin> AsyncRead for Behind<T> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.rest.is_empty() {
-            return Pin::new(&mut self.io).poll_read(cx, buf);
+        if self.over {
+            return Poll::Ready(Ok(()));
         }
-        let n = self.rest.len().min(buf.remaining());
-        buf.put_slice(&self.rest[..n]);
-        self.rest.drain(..n);
+        let before = buf.filled().len();
+        if self.rest.is_empty() {
+            ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
+        } else {
+            let n = self.rest.len().min(buf.remaining());
+            buf.put_slice(&self.rest[..n]);
+            self.rest.drain(..n);
+        }
+        // The bytes up to there are of no use to anybody; `yamux` may have them.
+        self.over = self.matcher.find(&buf.filled()[before..]).1.is_some();
         Poll::Ready(Ok(()))
     }
 }

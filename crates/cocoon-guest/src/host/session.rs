@@ -179,6 +179,7 @@ fn exit_code(frame: &Frame) -> Result<i32, GuestError> {
 /// A reset stream reads as an error of the connection; everything else is the peer's fault.
 fn broken(error: FrameError) -> GuestError {
     match error {
+        FrameError::Truncated => GuestError::Closed,
         FrameError::Io(e) if e.kind() == std::io::ErrorKind::WriteZero => GuestError::Closed,
         FrameError::Io(e) => GuestError::Io(e),
         other => GuestError::Protocol(other.to_string()),
