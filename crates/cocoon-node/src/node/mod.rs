@@ -176,7 +176,6 @@ impl Registrar {
                 renew_time: Some(MicroTime(self.world.now())),
                 ..LeaseSpec::default()
             }),
-            ..Lease::default()
         }
     }
 }

@@ -105,6 +105,11 @@ impl Inbox {
         }
     }
 
+    /// What the owner itself found out: a list that says otherwise is news, even if it is the first one.
+    pub(super) fn expect(&self, vm: Option<&VmView>, asked: Instant) {
+        self.state().listed = Some(Listed { vm: vm.cloned(), asked });
+    }
+
     /// The API has the view with this number.
     pub fn accepted(&self, version: u64) {
         let mut state = self.state();

@@ -322,6 +322,9 @@ impl Owner {
             Some(Ok(found)) => self.succeeded(&step, found),
             Some(Err(trouble)) => self.step_failed(&step, trouble),
         }
+        if let Seen::Known(vm) = &self.o.vm {
+            self.inbox.expect(vm.as_ref(), self.touched);
+        }
     }
 
     fn pause_left(&self) -> Duration {
@@ -401,6 +404,7 @@ impl Owner {
             self.announce(record);
         }
         if entered {
+            (self.o.dropped, self.o.released) = (false, false);
             known::forget_looks(&mut self.o);
         }
     }

@@ -110,10 +110,11 @@ async fn a_deleted_pod_is_pushed_as_latest_and_leaves_nothing() {
     stage.fake.live();
     stage.delete("u1");
     gone(&stage, "u1").await;
-    let world = stage.fake.world();
-    assert!(world.vms.is_empty() && world.snapshots.is_empty());
-    assert_eq!(world.tags[&format!("{vm}:latest")].state, 1);
-    drop(world);
+    {
+        let world = stage.fake.world();
+        assert!(world.vms.is_empty() && world.snapshots.is_empty());
+        assert_eq!(world.tags[&format!("{vm}:latest")].state, 1);
+    }
     assert_eq!(stage.fake.calls("release"), 1);
     stage.until("the owner retires", |stage| stage.context.directory.owners().is_empty()).await;
     stage.assert_sound();
