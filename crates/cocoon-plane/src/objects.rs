@@ -197,7 +197,8 @@ impl Objects {
                 return Ok(written(current));
             }
             if options.dry_run {
-                return Ok(written(Arc::new(Object::new(stored_row(kind), kind.stored(new), 0))));
+                let unsaved = Object::new(stored_row(kind), kind.stored(new), current.revision);
+                return Ok(written(Arc::new(unsaved)));
             }
             if let Ok(object) = self.replace(kind, &current, new) {
                 self.durability.wait(object.revision).await?;

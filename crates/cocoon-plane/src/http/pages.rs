@@ -97,7 +97,7 @@ impl Pages {
 }
 
 fn piece(id: u64, objects: &[Arc<Object>], revision: u64, at: usize, limit: usize) -> Page {
-    let end = if limit == 0 { objects.len() } else { objects.len().min(at + limit) };
+    let end = if limit == 0 { objects.len() } else { objects.len().min(at.saturating_add(limit)) };
     let left = objects.len() - end;
     let next = (left > 0).then(|| (format!("{id}.{end}"), left));
     Page { objects: objects[at..end].to_vec(), revision, next }

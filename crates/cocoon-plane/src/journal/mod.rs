@@ -164,3 +164,69 @@ fn gather(queue: &mpsc::Receiver<Record>, batch: &mut Vec<Record>) -> bool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// A journal that fails while `broken` and blocks while the gate is held.
+    #[derive(Debug, Clone, Default)]
+    struct Fake {
+        broken: Arc<Mutex<bool>>,
+        gate: Arc<Mutex<()>>,
+        batches: Arc<Mutex<Vec<Vec<u64>>>>,
+    }
+
+    impl Journal for Fake {
+        fn load(&mut self) -> Result<Loaded, JournalError> {
+            Ok(Loaded::default())
+        }
+
+        fn append(&mut self, batch: &[Record]) -> Result<(), JournalError> {
+            let _open = self.gate.lock().unwrap();
+            if *self.broken.lock().unwrap() {
+                return Err("no space left".into());
+            }
+            self.batches.lock().unwrap().push(batch.iter().map(|record| record.revision).collect());
+            Ok(())
+        }
+    }
+
+    fn record(revision: u64) -> Record {
+        Record { revision, key: Key::new("pods", "a", "b"), bytes: None }
+    }
+
+    #[tokio::test]
+    async fn writes_that_gather_while_one_is_written_share_a_batch() {
+        let fake = Fake::default();
+        let durability = Durability::start(Box::new(fake.clone()), 0).unwrap();
+        {
+            let _closed = fake.gate.lock().unwrap();
+            (1..=9).for_each(|revision| durability.submit(record(revision)));
+        }
+        durability.wait(9).await.unwrap();
+        let batches = fake.batches.lock().unwrap().clone();
+        assert!(batches.len() <= 2, "{batches:?}");
+        assert_eq!(batches.concat(), (1..=9).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn a_failing_journal_refuses_new_writes_and_loses_none_that_it_took() {
+        let fake = Fake::default();
+        *fake.broken.lock().unwrap() = true;
+        let durability = Durability::start(Box::new(fake.clone()), 0).unwrap();
+        durability.submit(record(1));
+        while durability.check().is_ok() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let error = durability.check().unwrap_err();
+        assert!(error.message.contains("no space left"), "{error}");
+        durability.submit(record(2));
+        *fake.broken.lock().unwrap() = false;
+        durability.wait(2).await.unwrap();
+        assert!(durability.check().is_ok());
+        assert_eq!(fake.batches.lock().unwrap().concat(), [1, 2]);
+    }
+}

@@ -5,12 +5,15 @@
 
 pub(crate) mod strategic;
 
+use json_patch::PatchOperation;
 use serde_json::Value;
 
 use crate::{error::ApiError, resources::Kind};
 
 /// Most operations of one JSON patch.
 const OPERATIONS: usize = 10_000;
+/// Most bytes that the copies of one JSON patch may make.
+const COPIED: usize = 3 << 20;
 
 /// A parsed patch.
 #[derive(Debug)]
@@ -47,11 +50,7 @@ impl Patch {
     /// `current` as the patch wants it.
     pub(crate) fn apply(&self, kind: &Kind, mut current: Value) -> Result<Value, ApiError> {
         match self {
-            Self::Json(patch) => json_patch::patch(&mut current, patch).map_err(|error| {
-                let message =
-                    format!("the server rejected our request due to an error in our request: {error}");
-                ApiError::new(422, "Invalid", message)
-            })?,
+            Self::Json(patch) => apply_json(patch, &mut current)?,
             Self::Merge(patch) => json_patch::merge(&mut current, patch),
             Self::Strategic(patch) => strategic::merge(kind.merge, &mut current, patch).map_err(|error| {
                 ApiError::bad_request(format!("unable to apply the strategic merge patch: {error}"))
@@ -59,6 +58,25 @@ impl Patch {
         }
         Ok(current)
     }
+}
+
+/// Operation by operation, so that a few copies cannot blow the object up.
+fn apply_json(patch: &json_patch::Patch, current: &mut Value) -> Result<(), ApiError> {
+    let mut copied = 0;
+    for operation in &patch.0 {
+        if let PatchOperation::Copy(copy) = operation {
+            copied += current.pointer(copy.from.as_str()).map_or(0, |value| value.to_string().len());
+        }
+        if copied > COPIED {
+            let message = format!("Unable to complete the JSON patch: it copies more than {COPIED} bytes");
+            return Err(ApiError::new(413, "RequestEntityTooLarge", message));
+        }
+        json_patch::patch(current, std::slice::from_ref(operation)).map_err(|error| {
+            let message = format!("the server rejected our request due to an error in our request: {error}");
+            ApiError::new(422, "Invalid", message)
+        })?;
+    }
+    Ok(())
 }
 
 fn unsupported(content_type: &str) -> ApiError {
@@ -72,4 +90,45 @@ fn unsupported(content_type: &str) -> ApiError {
              application/json-patch+json, application/merge-patch+json, application/strategic-merge-patch+json"
         ),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::resources::by_table;
+
+    fn patched(content_type: &str, patch: &Value, current: Value) -> Result<Value, ApiError> {
+        let kind = by_table("configmaps").ok_or_else(ApiError::no_path)?;
+        Patch::parse(content_type, patch.to_string().as_bytes())?.apply(kind, current)
+    }
+
+    #[test]
+    fn a_json_patch_cannot_blow_an_object_up() {
+        let grow: Vec<_> =
+            (0..60).map(|at| json!({ "op": "copy", "from": "/a", "path": format!("/a/{at}") })).collect();
+        let error =
+            patched("application/json-patch+json", &json!(grow), json!({ "a": { "x": "y" } })).unwrap_err();
+        assert_eq!(error.code, 413);
+    }
+
+    #[test]
+    fn a_patch_that_cannot_be_read_or_applied_is_refused() {
+        for (content_type, patch, code) in [
+            ("application/json-patch+json", json!({}), 400),
+            ("application/json-patch+json", json!([{ "op": "remove", "path": "/none" }]), 422),
+            ("application/json-patch+json", json!([{ "op": "test", "path": "/a", "value": 2 }]), 422),
+            ("application/merge-patch+json", json!([]), 400),
+            ("application/strategic-merge-patch+json", json!("x"), 400),
+            ("application/apply-patch+yaml", json!({}), 415),
+            ("application/json", json!({}), 415),
+        ] {
+            assert_eq!(
+                patched(content_type, &patch, json!({ "a": 1 })).unwrap_err().code,
+                code,
+                "{content_type} {patch}"
+            );
+        }
+    }
 }

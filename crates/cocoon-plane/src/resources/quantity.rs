@@ -7,6 +7,9 @@ use serde_json::Value;
 
 use crate::error::Causes;
 
+/// Larger amounts count as this much, so that sums of many never overflow.
+const LARGEST: i128 = 10_i128.pow(30);
+
 /// The value in thousandths, rounded up; `None` for a text that is no quantity.
 pub(crate) fn milli(text: &str) -> Option<i128> {
     let end =
@@ -16,7 +19,8 @@ pub(crate) fn milli(text: &str) -> Option<i128> {
     let (factor, divisor) = scale(suffix)?;
     let top = numerator.checked_mul(factor)?.checked_mul(1000)?;
     let bottom = denominator.checked_mul(divisor)?;
-    Some(top.div_euclid(bottom) + i128::from(top.rem_euclid(bottom) != 0))
+    let amount = top.div_euclid(bottom) + i128::from(top.rem_euclid(bottom) != 0);
+    Some(amount.clamp(-LARGEST, LARGEST))
 }
 
 /// A decimal number as a fraction.

@@ -77,3 +77,44 @@ impl Window {
         Some(self.events.range(start..))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+    use crate::resources::by_table;
+
+    fn event(revision: u64) -> Event {
+        let object =
+            Object::new(by_table("configmaps").unwrap(), json!({ "metadata": { "name": "a" } }), revision);
+        Event { change: Change::Added, object: Arc::new(object), previous: None }
+    }
+
+    proptest! {
+        #[test]
+        fn a_watch_gets_every_later_event_or_is_refused(start in 0_u64..20, count in 0_u64..40, limit in 1_usize..20, from in 0_u64..70) {
+            let mut window = Window::starting_after(start);
+            window.limits.0 = limit;
+            for revision in 1..=count {
+                window.push(event(start + revision));
+            }
+            let found = window.after(from).map(|events| events.map(|e| e.object.revision).collect::<Vec<_>>());
+            match found {
+                Some(found) => prop_assert_eq!(found, (from.max(start) + 1..=start + count).collect::<Vec<_>>()),
+                None => prop_assert!(from < window.oldest()),
+            }
+            prop_assert!(window.events.len() <= limit);
+        }
+    }
+
+    #[test]
+    fn the_bytes_that_events_keep_alive_are_bounded() {
+        let mut window = Window::starting_after(0);
+        let size = event(1).object.bytes.len();
+        window.limits.1 = size * 3;
+        (1..=9).for_each(|revision| window.push(event(revision)));
+        assert_eq!((window.oldest(), window.events.len()), (6, 3));
+    }
+}
