@@ -75,8 +75,15 @@ fn convert(chain: &[PathBuf], out: &Path, uid: u32) -> io::Result<()> {
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut keep = files;
     keep.push(target.into());
-    let confinement =
-        Confinement { uid, keep, pid_file: None, cgroup: None, oom_score_adj: b"500", small_pages: false };
+    let confinement = Confinement {
+        uid,
+        keep,
+        pid_file: None,
+        cgroup: None,
+        oom_score_adj: b"500",
+        no_network: true,
+        small_pages: false,
+    };
     let mut child = sys::spawn(command, confinement).map_err(|error| named(Path::new("qemu-img"), &error))?;
     let mut said = String::new();
     if let Some(errors) = child.stderr.take() {

@@ -13,6 +13,7 @@ use crate::{
     error::{BringUpError, ChangeError, Fault, ImportError, LookupError},
     gc,
     model::{CloneSpec, Image, RunSpec, Snapshot, Vm, VmState},
+    paths::LogFolder,
     snapshot::{adopt, store::Stage},
     vm::{
         Shared, blocking, bring_up,
@@ -113,6 +114,9 @@ impl Engine {
     /// All VMs, oldest first, with `creating` ones, reconciled with their processes.
     pub async fn list(&self) -> Result<Vec<Vm>, LookupError> {
         let records = self.shared.records.list().await?;
+        let logs: Vec<LogFolder> =
+            records.iter().map(|record| self.shared.log_folder(&record.vm.id)).collect();
+        blocking("logs of VMs", move || logs.iter().try_for_each(guest::trim_logs)).await?;
         Ok(records.into_iter().map(|record| self.shared.shown(record)).collect())
     }
 
@@ -179,9 +183,9 @@ impl Engine {
     /// The guest's console so far (`console.log` in the VM's log folder), cut when it grew too long.
     pub async fn console(&self, vm: &str) -> Result<PathBuf, LookupError> {
         let record = self.shared.records.find(vm).await?;
-        let path = self.shared.log_folder(&record.vm.id).console();
-        let at = path.clone();
-        blocking("console log", move || guest::trim_console(&at)).await?;
+        let logs = self.shared.log_folder(&record.vm.id);
+        let path = logs.console();
+        blocking("logs of a VM", move || guest::trim_logs(&logs)).await?;
         Ok(path)
     }
 

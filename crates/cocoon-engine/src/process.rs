@@ -120,7 +120,7 @@ impl Process {
             return Err(io::Error::new(io::ErrorKind::TimedOut, format!("process {} did not end", self.pid)));
         }
         // Reaps it if it was ours.
-        self.alive();
+        let _ = self.alive();
         Ok(())
     }
 }

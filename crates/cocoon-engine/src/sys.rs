@@ -28,6 +28,8 @@ pub(crate) struct Confinement {
     pub(crate) cgroup: Option<OwnedFd>,
     /// What the kernel's OOM killer adds to the child's badness.
     pub(crate) oom_score_adj: &'static [u8],
+    /// No network but an empty one (not for QEMU: agents read its taps' counters through it).
+    pub(crate) no_network: bool,
     /// No huge pages for the child.
     pub(crate) small_pages: bool,
 }
@@ -57,6 +59,9 @@ fn confine(this: &Confinement) -> io::Result<()> {
         check(libc::setrlimit(libc::RLIMIT_CORE, &raw const limit))?;
         if this.small_pages {
             libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0);
+        }
+        if this.no_network {
+            check(libc::unshare(libc::CLONE_NEWNET))?;
         }
         keep_open(&this.keep)?;
         if this.uid != 0 {

@@ -7,7 +7,7 @@
 use std::{
     fs::File,
     io,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
 };
 
@@ -51,7 +51,7 @@ fn make_template(temp: &Path, size: u64, template: &Path) -> Result<(), Fault> {
     place(&qcow2, template).map_err(|e| Fault::new(step(), e))
 }
 
-fn text(path: &PathBuf) -> Result<&str, Fault> {
+fn text(path: &Path) -> Result<&str, Fault> {
     path.to_str()
         .ok_or_else(|| Fault::new(format!("path {}", path.display()), "not UTF-8; choose another --root-dir"))
 }

@@ -87,11 +87,11 @@ async fn source_into(
     let mut joined = layers.len() > MAX_LAYERS || store.index.any_joined(&layers).await?;
     let mut blobs = Vec::new();
     if !joined {
-        for at in 0..layers.len() {
+        for (at, layer) in layers.iter().enumerate() {
             match blob(store, name, &source, vec![at], how.setuid, &mut budget).await? {
                 Built::Blob(built) => blobs.push(built),
                 Built::NeedsLower => {
-                    store.index.put_joined(layers[at].clone()).await?;
+                    store.index.put_joined(layer.clone()).await?;
                     joined = true;
                     break;
                 }

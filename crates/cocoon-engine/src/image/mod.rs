@@ -12,6 +12,7 @@ use std::{
     collections::BTreeSet,
     fs::File,
     io,
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -384,7 +385,7 @@ impl Store {
             let remedy = "make it with `cargo xtask bundle`, or name another with --boot-bundle";
             missing(format!("the boot bundle in {} (for images without a kernel)", folder.display()), remedy)
         })?;
-        let fault = |error| Fault::new(format!("boot bundle {}", folder.display()), io::Error::from(error));
+        let fault = |error: io::Error| Fault::new(format!("boot bundle {}", folder.display()), error);
         let (of, folders) = (parts.clone(), Arc::clone(&self.folders));
         let stamp = blocking("boot bundle", move || of.stamp(agent)).await?.map_err(fault)?;
         if let Some(known) = self.index.bundle_by_stamp(stamp.clone()).await?
@@ -452,7 +453,8 @@ impl Store {
 
     fn lock(&self, how: FlockOperation) -> io::Result<Option<Lease>> {
         let path = self.folders.locks.join("lease");
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        let file =
+            File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
         match flock(&file, how) {
             Ok(()) => Ok(Some(Lease { _file: file })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),

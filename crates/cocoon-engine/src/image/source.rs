@@ -29,11 +29,11 @@ pub(super) trait Source: Send + Sync {
 pub(super) fn open(image: &str, paths: Vec<PathBuf>) -> Result<Box<dyn Source>, ImportError> {
     let unusable =
         |reason: &str| ImportError::Unusable { image: image.to_owned(), reason: reason.to_owned() };
-    let fault = |error| Fault::new(format!("image {image}: {}", shown(&paths)), io::Error::from(error));
+    let fault = |error: io::Error| Fault::new(format!("image {image}: {}", shown(&paths)), error);
     let first = paths
         .first()
         .ok_or_else(|| unusable("no archive was given; name a tar file, or write one to standard input"))?;
-    let kinds = paths.iter().map(|path| kind_of(path)).collect::<io::Result<Vec<_>>>().map_err(fault)?;
+    let kinds = paths.iter().map(kind_of).collect::<io::Result<Vec<_>>>().map_err(fault)?;
     match kinds[0] {
         Kind::Qcow2 { hostile: true } => Err(ImportError::Hostile {
             image: image.to_owned(),

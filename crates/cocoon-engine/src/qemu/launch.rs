@@ -147,6 +147,7 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
         pid_file: Some(pid_file.into()),
         cgroup: cgroup::create(&plan.id),
         oom_score_adj: b"500",
+        no_network: false,
         small_pages,
     };
     sys::spawn(command, confinement)?;

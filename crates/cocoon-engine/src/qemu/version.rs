@@ -174,6 +174,7 @@ fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
         pid_file: None,
         cgroup: None,
         oom_score_adj: b"500",
+        no_network: true,
         small_pages: false,
     };
     let mut child = sys::spawn(command, confinement)?;

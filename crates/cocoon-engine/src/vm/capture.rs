@@ -72,11 +72,13 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
     };
     let facts = shared.facts().await.map_err(|error| Fault::new(format!("VM {name}"), error))?;
     let job = Job::new(shared, &record, process, facts, &wish)?;
-    job.room(shared).await?;
+    job.room()?;
     let mut qmp = connect(&shared.run_folder(&record.vm.id), &name).await?;
     record.vm.paused = true;
     shared.save(&mut record).await?;
+    let (store, size) = (shared.config.root_dir.clone(), job.size);
     let taken = take(shared, &mut record, &mut qmp, job, &wish).await;
+    let taken = taken.map_err(|error| full(error, &store, size));
     if taken.is_err()
         && let Err(error) = resume(shared, &mut record, &mut qmp).await
     {
@@ -147,16 +149,15 @@ impl Job {
     }
 
     /// Refuses before the guest stops if the disk cannot hold what will be written.
-    async fn room(&self, shared: &Shared) -> Result<(), ChangeError> {
-        let folder = &shared.config.root_dir;
+    fn room(&self) -> Result<(), ChangeError> {
+        let folder = self.stage.folder();
         let count = || -> io::Result<(u64, u64)> {
             let mut needed = self.ram.footprint()? + SLACK;
             for path in &self.cow {
                 // Once as the result, and the overlay's copy on the way.
                 needed += std::fs::metadata(path)?.blocks() * 512 * 2;
             }
-            let at = rustix::fs::statvfs(folder.as_path())?;
-            Ok((needed, at.f_bavail * at.f_frsize))
+            Ok((needed, free(folder)?))
         };
         let (needed, free) =
             count().map_err(|error| Fault::new("free space of the snapshot store", error))?;
@@ -165,6 +166,29 @@ impl Job {
         }
         Ok(())
     }
+}
+
+/// Bytes that may still be written below `folder`.
+fn free(folder: &Path) -> io::Result<u64> {
+    let at = rustix::fs::statvfs(folder)?;
+    Ok(at.f_bavail * at.f_frsize)
+}
+
+/// A disk that filled up in spite of the check gets the same error as one that was full before.
+fn full(error: ChangeError, folder: &Path, needed: u64) -> ChangeError {
+    let mut cause: Option<&dyn std::error::Error> = match &error {
+        ChangeError::Fault(fault) => Some(fault),
+        _ => None,
+    };
+    while let Some(error) = cause {
+        let io = error.downcast_ref::<io::Error>();
+        if io.is_some_and(|io| io.kind() == io::ErrorKind::StorageFull) {
+            let free = free(folder).unwrap_or(0);
+            return ChangeError::DiskFull { folder: folder.display().to_string(), needed, free };
+        }
+        cause = error.source();
+    }
+    error
 }
 
 async fn take(

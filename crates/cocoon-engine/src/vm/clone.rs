@@ -9,7 +9,7 @@ use std::{
     os::fd::AsFd as _,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use base64::Engine as _;
@@ -129,17 +129,28 @@ async fn woken(
     source: &Source<'_>,
     identity: CloneIdentity,
 ) -> Result<Vm, BringUpError> {
+    let begun = Instant::now();
     folders(shared, &record).await?;
     let (nics, disk) = tokio::join!(attach(shared, &record), overlay(shared, &record, source));
     disk?;
+    let prepared = begun.elapsed();
     let mut qmp = loaded(shared, &mut record, nics?, source).await?;
+    let loaded = begun.elapsed();
     let name = record.vm.config.name.clone();
     for index in 0..record.vm.network_configs.len() {
         set_link(&mut qmp, index, false).await.map_err(|error| monitor(&name, "link", error))?;
     }
     qmp.execute("cont", json!({})).await.map_err(|error| monitor(&name, "resuming", error))?;
-    identified(shared, &mut record, &mut qmp, identity).await?;
-    finish(shared, record).await
+    let resumed = begun.elapsed();
+    let answered = identified(shared, &mut record, &mut qmp, identity).await?;
+    let identified = begun.elapsed();
+    let vm = finish(shared, record).await?;
+    tracing::info!(
+        vm = %name, prepared_ms = prepared.as_millis(), loaded_ms = loaded.as_millis(),
+        answered_ms = (resumed + answered).as_millis(), identified_ms = identified.as_millis(),
+        total_ms = begun.elapsed().as_millis(), "cloned"
+    );
+    Ok(vm)
 }
 
 /// The snapshot's disk under a second name, and an empty overlay on it.
@@ -277,16 +288,20 @@ async fn set_link(qmp: &mut Qmp, index: usize, up: bool) -> Result<(), QmpError>
 }
 
 /// Gives the guest its identity and then its links. A guest that does not answer is a warning: the
-/// clone runs, its links stay down, and [`identify_again`] tries once more.
+/// clone runs, its links stay down, and [`identify_again`] tries once more. Returns how long the agent
+/// took to answer at all.
 async fn identified(
     shared: &Shared,
     record: &mut Record,
     qmp: &mut Qmp,
     kind: CloneIdentity,
-) -> Result<(), Fault> {
+) -> Result<Duration, Fault> {
     let (run, name) = (shared.run_folder(&record.vm.id), record.vm.config.name.clone());
     record.identity_is_new = kind == CloneIdentity::New;
-    let taken = match guest::open(&run, false, ANSWER_LIMIT).await {
+    let begun = Instant::now();
+    let opened = guest::open(&run, false, ANSWER_LIMIT).await;
+    let answered = begun.elapsed();
+    let taken = match opened {
         Ok(open) => tell(shared, record, &open.channel).await.map_err(|error| error.to_string()),
         Err(error) => {
             Err(std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string))
@@ -298,14 +313,14 @@ async fn identified(
         record.vm.warnings = vec![format!(
             "the guest did not take its identity ({error}); its links stay down; `cocoon vm start {name}` tries again"
         )];
-        return Ok(());
+        return Ok(answered);
     }
     for index in 0..record.vm.network_configs.len() {
         set_link(qmp, index, true).await.map_err(|error| monitor(&name, "link", error))?;
     }
     record.links_down = false;
     record.vm.warnings.clear();
-    Ok(())
+    Ok(answered)
 }
 
 async fn tell(

@@ -10,7 +10,7 @@ use thiserror::Error;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{
-    paths::{RunFolder, connect, named},
+    paths::{LogFolder, RunFolder, connect, named},
     qemu::command::GUEST_PORTS,
 };
 
@@ -69,8 +69,13 @@ fn claim(run: &RunFolder, agent_port: bool) -> io::Result<Option<(usize, Lock)>>
     Ok(None)
 }
 
-/// Cuts a console log that has grown past 4 MiB to its last MiB. QEMU appends, so it goes on.
-pub(crate) fn trim_console(path: &Path) -> io::Result<()> {
+/// Cuts what a guest can make grow: its console, and QEMU's complaints about it.
+pub(crate) fn trim_logs(logs: &LogFolder) -> io::Result<()> {
+    trim_console(&logs.console()).and_then(|()| trim_console(&logs.qemu()))
+}
+
+/// Cuts a log that has grown past 4 MiB to its last MiB. QEMU appends, so it goes on.
+fn trim_console(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::FileExt as _;
     const LIMIT: u64 = 4 << 20;
     const KEPT: usize = 1 << 20;

@@ -258,8 +258,8 @@ fn image_with(tar: &Path, init: Option<&str>) {
     assert!(done.success());
 }
 
-const APPLETS: [&str; 18] = [
-    "sh", "cat", "ls", "sync", "ip", "sleep", "usleep", "dd", "md5sum", "seq", "cmp", "wc", "sed",
+const APPLETS: [&str; 19] = [
+    "head", "sh", "cat", "ls", "sync", "ip", "sleep", "usleep", "dd", "md5sum", "seq", "cmp", "wc", "sed",
     "hostname", "true", "kill", "pidof", "echo",
 ];
 

@@ -20,7 +20,8 @@ impl Archive {
         header.set_entry_type(kind);
         header.set_mode(mode);
         header.set_size(body.len() as u64);
-        (header.set_uid(7), header.set_gid(8));
+        header.set_uid(7);
+        header.set_gid(8);
         header.set_cksum();
         self.0.extend_from_slice(header.as_bytes());
         self.0.extend_from_slice(body);
