@@ -46,8 +46,8 @@ pub const RESERVED_PREFIX: &str = "cocoonstack.";
 pub const CONCURRENCY: usize = 8;
 /// Bytes of buffers of one push or pull when unset.
 pub const MEMORY_BUDGET: u64 = 512 << 20;
-/// Level 1 compresses guest memory at two to three times the speed of level 3 and to nearly the same
-/// size (the report of `cargo test -p cocoon-oci --release -- --ignored speed` shows both).
+/// Compression when unset. Measured on pages of programs (two busy cores): level 1 takes 329 MB/s per core to
+/// 29 % of the size, level 3 takes 206 MB/s to 26 %; the test `speed` prints both.
 pub const ZSTD_LEVEL: i32 = 1;
 
 /// What `snapshot.json` says about a snapshot (§3, envelope keys).
