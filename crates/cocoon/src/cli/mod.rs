@@ -62,7 +62,7 @@ enum Role {
     /// The host network of the VMs.
     Net(crate::net_cmd::NetArgs),
     /// Virtual machines.
-    Vm(Group<vm::VmCommand>),
+    Vm(Box<Group<vm::VmCommand>>),
     /// Snapshots of virtual machines.
     Snapshot(Group<snapshot::SnapshotCommand>),
     /// Guest images.

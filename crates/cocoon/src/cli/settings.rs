@@ -201,7 +201,7 @@ impl Settings {
             log_dir: self.log_dir.clone(),
             boot_bundle: self.boot_bundle.clone(),
             network: self.network()?,
-            qemu: self.qemu.clone(),
+            qemu: found(&self.qemu),
             memory,
             boot_timeout: self.boot_timeout,
         };
@@ -213,6 +213,20 @@ impl Settings {
     pub fn temp_dir(&self) -> PathBuf {
         Path::new(&self.root_dir).join("oci/temp")
     }
+}
+
+/// Where a program is: a bare name is looked for in `PATH`; one that is not there stays as it is, for the
+/// engine to say so.
+#[must_use]
+pub fn found(program: &Path) -> PathBuf {
+    if program.components().count() != 1 {
+        return program.to_owned();
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .map(|folder| folder.join(program))
+        .find(|candidate| candidate.is_file())
+        .unwrap_or_else(|| program.to_owned())
 }
 
 /// One of the usual words, or filter directives (`target=level`).
@@ -270,6 +284,14 @@ mod tests {
         assert_eq!(settings.log_dir, Path::new("/env"));
         assert_eq!(settings.qemu, Path::new("/file"), "an empty variable is none");
         assert_eq!((settings.log_level.as_str(), settings.stop_timeout), ("debug", Duration::from_secs(5)));
+    }
+
+    #[test]
+    fn a_bare_program_name_is_looked_for_in_path() {
+        assert!(found(Path::new("sh")).is_absolute());
+        for kept in ["./sh", "/nowhere/sh", "no-such-program-of-ours"] {
+            assert_eq!(found(Path::new(kept)), Path::new(kept));
+        }
     }
 
     #[test]

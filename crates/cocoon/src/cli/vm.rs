@@ -9,6 +9,7 @@ use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use cocoon_engine::{
     engine::{Engine, MemoryRecipe},
+    error::{BringUpError, LookupError},
     model::{CloneIdentity, CloneSpec, RunSpec, Snapshot, Vm},
 };
 use cocoon_kit::world::{RealWorld, World as _};
@@ -399,6 +400,16 @@ fn default_name(image: &str) -> String {
 
 async fn run_vm(engine: &Engine, args: RunArgs, settings: &Settings) -> anyhow::Result<()> {
     let network = args.shared.check_bridge(settings)?;
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    let cpu = args.cpu.and_then(|cpu| u64::try_from(cpu).ok()).unwrap_or(2.min(cores));
+    let name = args.vm_name();
+    // An unknown image is said before a host that is too small or lacks something.
+    if matches!(engine.image(&args.image).await, Err(LookupError::ImageNotFound(_))) {
+        return Err(BringUpError::ImageNotResolved(args.image).into());
+    }
+    if cpu > cores {
+        bail!("--cpu {cpu}: this host has {cores}");
+    }
     let mut nics = usize::try_from(args.nics).unwrap_or(0);
     if nics > 0 && !network {
         nics = 0;
@@ -410,14 +421,6 @@ async fn run_vm(engine: &Engine, args: RunArgs, settings: &Settings) -> anyhow::
     if (args.user.as_str(), args.password.as_str()) != ("root", "cocoon") {
         note("note: --user and --password are for cloud images; this image keeps its own accounts");
     }
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
-    let cpu = args.cpu.and_then(|cpu| u64::try_from(cpu).ok()).unwrap_or(2.min(cores));
-    // An unknown image is said before a host that is too small.
-    let name = args.vm_name();
-    if cpu > cores {
-        engine.image(&args.image).await.map_err(|_| not_resolved(&args.image))?;
-        bail!("--cpu {cpu}: this host has {cores}");
-    }
     let spec = RunSpec {
         name,
         image: args.image.clone(),
@@ -427,10 +430,6 @@ async fn run_vm(engine: &Engine, args: RunArgs, settings: &Settings) -> anyhow::
         nics,
     };
     shown(engine, engine.run(spec).await?, &args.output).await
-}
-
-fn not_resolved(image: &str) -> anyhow::Error {
-    cocoon_engine::error::BringUpError::ImageNotResolved(image.to_owned()).into()
 }
 
 /// Prints the VM as it is now, or says on stderr which one was made.
