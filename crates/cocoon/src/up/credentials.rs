@@ -15,24 +15,24 @@ use cocoon_kit::{
 use rustls::{ClientConfig, ServerConfig};
 
 /// The user that the plane shows to the kubelet port.
-pub const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
+pub(super) const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
 
 /// TLS configurations of all parts.
 #[derive(Debug)]
-pub struct Credentials {
+pub(super) struct Credentials {
     /// The API's port.
-    pub api: Arc<ServerConfig>,
+    pub(super) api: Arc<ServerConfig>,
     /// The kubelet port.
-    pub kubelet: Arc<ServerConfig>,
+    pub(super) kubelet: Arc<ServerConfig>,
     /// How the API reaches the kubelet port.
-    pub kubelet_client: Arc<ClientConfig>,
+    pub(super) kubelet_client: Arc<ClientConfig>,
     admin: Identity,
     authority: String,
 }
 
 impl Credentials {
     /// Loads or makes the authority of `folder` and signs everything for `node`.
-    pub fn load(folder: &Path, node: &str) -> anyhow::Result<Self> {
+    pub(super) fn load(folder: &Path, node: &str) -> anyhow::Result<Self> {
         let authority = Authority::load_or_create(folder, "cocoon-up")?;
         let trusted = authority.certificate().to_owned();
         let loopback = [[127, 0, 0, 1].into()];
@@ -50,7 +50,7 @@ impl Credentials {
     }
 
     /// Writes a kubeconfig for the administrator, 0600.
-    pub fn write_kubeconfig(&self, path: &Path, api: SocketAddr) -> anyhow::Result<()> {
+    pub(super) fn write_kubeconfig(&self, path: &Path, api: SocketAddr) -> anyhow::Result<()> {
         let encoded = |text: &str| STANDARD.encode(text);
         let config = serde_json::json!({
             "apiVersion": "v1",

@@ -16,7 +16,7 @@ const VERSION: &str = "1";
 /// Why the data folder cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum FolderError {
+pub(super) enum FolderError {
     /// It cannot be read or written.
     #[error("data folder {folder}")]
     Io {
@@ -48,14 +48,14 @@ pub enum FolderError {
 
 /// An open data folder, ours until dropped.
 #[derive(Debug)]
-pub struct DataFolder {
+pub(super) struct DataFolder {
     path: PathBuf,
     _lock: Lock,
 }
 
 impl DataFolder {
     /// Creates or opens `path` (0700), takes its lock, checks its version.
-    pub fn open(path: &Path) -> Result<Self, FolderError> {
+    pub(super) fn open(path: &Path) -> Result<Self, FolderError> {
         let folder = || path.display().to_string();
         let on_io = |source| FolderError::Io { folder: folder(), source };
         files::private_folder(path).map_err(on_io)?;
@@ -79,7 +79,7 @@ impl DataFolder {
 
     /// A file or folder in it.
     #[must_use]
-    pub fn join(&self, part: &str) -> PathBuf {
+    pub(super) fn join(&self, part: &str) -> PathBuf {
         self.path.join(part)
     }
 }

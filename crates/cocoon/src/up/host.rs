@@ -2,7 +2,7 @@
 //!
 //! Entry point: [`check`]. Every missing part is named at once, with the command that installs it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 
@@ -15,7 +15,7 @@ const PROGRAMS: &[(&str, &str)] = &[
 ];
 
 /// Fails with all that is missing: root, programs, the boot bundle.
-pub fn check(qemu: &Path, bundle: &Path) -> anyhow::Result<()> {
+pub(super) fn check(qemu: &Path, bundle: &Path) -> anyhow::Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!("cocoon up needs root for virtual machines, taps and the bridge; start it with sudo");
     }
@@ -46,17 +46,21 @@ pub fn check(qemu: &Path, bundle: &Path) -> anyhow::Result<()> {
 }
 
 fn on_path(program: &Path) -> bool {
+    find(program).is_some()
+}
+
+/// Where a program is: as named, or in the folders of `PATH`.
+pub(super) fn find(program: &Path) -> Option<PathBuf> {
     if program.components().count() > 1 {
-        return program.exists();
+        return program.exists().then(|| program.to_owned());
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
-        .chain(["/usr/sbin".into(), "/sbin".into()])
-        .any(|folder| folder.join(program).exists())
+    let folders = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
+    folders.map(|folder: PathBuf| folder.join(program)).find(|candidate| candidate.exists())
 }
 
 /// The host's name in the form of a node name: lower case, no dots at the ends.
-pub fn name() -> String {
+pub(super) fn name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
     let name = name.trim_matches(|c: char| !c.is_ascii_alphanumeric());
     if name.is_empty() { "cocoon".to_owned() } else { name.to_owned() }

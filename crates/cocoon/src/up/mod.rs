@@ -111,7 +111,7 @@ pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
     serve_plane(&tasks, &plane, api, &credentials).await;
     let registry: Arc<dyn Registry> = Arc::new(open_registry(&folder)?);
     start_operator(&tasks, &plane, Arc::clone(&registry), &world).await;
-    let config = node_config(args, &folder, &node_name, &kubelet, &credentials)?;
+    let config = node_config(args, &node_name, &kubelet, &credentials)?;
     let client = client(&plane, node_user(&node_name));
     let ports = cocoon_node::ports::real::ports(engine.clone(), registry, &network, &folder.join("node.db"))
         .context("opening the node's records")?;
@@ -142,7 +142,7 @@ fn engine_config(args: &UpArgs, folder: &DataFolder, network: &NetworkConfig) ->
         log_dir: folder.join("log"),
         boot_bundle: args.boot_bundle.clone(),
         network: Some(network.clone()),
-        qemu: args.qemu.clone(),
+        qemu: host::find(&args.qemu).unwrap_or_else(|| args.qemu.clone()),
         memory: match args.memory {
             Recipe::Auto => MemoryRecipe::Auto,
             Recipe::FullStream => MemoryRecipe::FullStream,
@@ -213,7 +213,6 @@ fn client(plane: &Plane, user: User) -> kube::Client {
 
 fn node_config(
     args: &UpArgs,
-    folder: &DataFolder,
     name: &str,
     kubelet: &TcpListener,
     credentials: &Credentials,
@@ -225,6 +224,7 @@ fn node_config(
         address: Some(address.ip()),
         kubelet_port: address.port(),
         kubelet_users: vec![KUBELET_CLIENT.to_owned()],
+        kubelet_tls: Some(Arc::clone(&credentials.kubelet)),
         ..NodeConfig::new(name)
     })
 }

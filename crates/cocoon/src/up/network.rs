@@ -21,7 +21,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::{Instant, sleep};
 
 /// The network of a data folder: the first host of `subnet` is the bridge.
-pub fn config(
+pub(super) fn config(
     bridge: &str,
     subnet: Ipv4Net,
     dns: &[Ipv4Addr],
@@ -42,7 +42,7 @@ pub fn config(
 }
 
 /// Makes sure that the daemon of this network runs; starts it from our own binary if it does not.
-pub async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
+pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
     network.check()?;
     let text = serde_json::to_vec_pretty(network).context("network.json")?;
     let file = network.network_file();
@@ -100,7 +100,7 @@ async fn ping(network: &NetworkConfig) -> anyhow::Result<i32> {
 }
 
 /// Ends the daemon, waits for it, takes bridge, rules and sysctls back.
-pub async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
+pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
     if let Ok(pid) = ping(network).await {
         let process = Pid::from_raw(pid).context("the network daemon has no process id")?;
         kill_process(process, Signal::TERM).context("ending the network daemon")?;
