@@ -513,6 +513,9 @@ const fn may_drop(step: &Step) -> bool {
         Step::EnsureImage
             | Step::PullSource
             | Step::PullImport { .. }
+            // The engine takes a half-made VM down when nobody waits for it any more.
+            | Step::Run(_)
+            | Step::Clone(_)
             | Step::PushHibernate(_)
             | Step::PushLatest(_)
             | Step::Look(_)
@@ -523,7 +526,9 @@ const fn may_drop(step: &Step) -> bool {
 fn superseded(step: &Step, wish: Option<&Wish>) -> bool {
     let ending = wish.is_none_or(|wish| wish.deleting || wish.gone);
     match step {
-        Step::EnsureImage | Step::PullSource | Step::PullImport { .. } => ending,
+        Step::EnsureImage | Step::PullSource | Step::PullImport { .. } | Step::Run(_) | Step::Clone(_) => {
+            ending
+        }
         Step::Look(crate::planner::Look::Fork) => ending,
         Step::PushHibernate(_) => ending || wish.is_some_and(|wish| !wish.hibernate),
         Step::PushLatest(_) => wish.is_some_and(|wish| !wish.snapshot_on_delete),
