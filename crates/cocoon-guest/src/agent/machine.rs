@@ -41,6 +41,10 @@ impl Machine for Guest {
 
     async fn identity(&self, identity: &Identity) -> Result<(), String> {
         let change = identity::check(identity)?;
+        let nics = network::interfaces().len();
+        if change.macs.len() > nics {
+            return Err(format!("{} MACs for {nics} NICs", change.macs.len()));
+        }
         if !change.entropy.is_empty() {
             mix_in(&change.entropy)?;
         }
@@ -73,12 +77,7 @@ impl Guest {
             self.leases.resume(interface).await;
             done?;
         }
-        match change.macs.len() {
-            wanted if wanted > network::interfaces().len() => {
-                Err(format!("{wanted} MACs for {} NICs", network::interfaces().len()))
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 
