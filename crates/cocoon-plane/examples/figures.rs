@@ -34,6 +34,12 @@ async fn main() -> Result<(), Failure> {
         drop(one??);
     }
     println!("create {pods} pods, 64 at once, durable: {:?} (memory {} MiB)", begin.elapsed(), memory()?);
+    let begin = Instant::now();
+    let user = User { name: "admin".into(), groups: vec!["system:masters".into()] };
+    let table = "application/json;as=Table;v=v1;g=meta.k8s.io";
+    let request = http::Request::get("/api/v1/pods").header("accept", table).body(Body::empty())?;
+    let bytes = plane.service(user).oneshot(request).await?.into_body().collect().await?.to_bytes();
+    println!("table of {pods} pods: {:?}, {} bytes", begin.elapsed(), bytes.len());
     let mut times = Vec::new();
     for _ in 0..20 {
         let begin = Instant::now();

@@ -7,6 +7,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use futures::{
+    FutureExt as _,
+    future::{BoxFuture, join_all},
+};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
@@ -21,6 +25,9 @@ use crate::{
     selector::{Demand, Selection},
     store::{Change, Filter, Notice, Object, Subscription},
 };
+
+/// Pods that are decided about together; their writes share a batch of the journal.
+const CHUNK: usize = 32;
 
 /// What the scheduler knows of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -324,53 +331,80 @@ impl Scheduler {
         false
     }
 
-    /// Decides about all pods that wait.
+    /// Decides about all pods that wait, oldest first.
     async fn pass(&mut self) -> Result<(), ApiError> {
         let kind = row("pods")?;
         let selection = Selection::parse(kind, "", "spec.nodeName=").map_err(ApiError::internal)?;
         let waiting = Filter { table: Some("pods"), namespace: None, selection };
         let (objects, _) = self.inner.objects.store().list(&waiting);
-        let mut pods: Vec<_> =
-            objects.iter().filter(|o| !o.deleting).map(|o| (o.value(), Arc::clone(o))).collect();
-        pods.sort_by(|(a, x), (b, y)| {
-            let made = |pod: &'_ Value| text(pod, "/metadata/creationTimestamp").to_owned();
-            (made(a), &x.key).cmp(&(made(b), &y.key))
-        });
-        for (pod, object) in pods {
-            let gated = !list(&pod, "/spec/schedulingGates").is_empty();
-            if gated || text(&pod, "/spec/schedulerName") != "default-scheduler" {
-                continue;
-            }
-            match decide(&pod, self.nodes.values(), &self.usage) {
-                Decision::Bind(node) => self.bind(&pod, &object, &node).await?,
-                Decision::Nowhere(why) => self.complain(&pod, &object, &why).await?,
-            }
+        let mut pods: Vec<_> = objects
+            .into_iter()
+            .filter(|object| !object.deleting)
+            .map(|object| (text(&object.value(), "/metadata/creationTimestamp").to_owned(), object))
+            .collect();
+        pods.sort_by(|(a, x), (b, y)| (a, &x.key).cmp(&(b, &y.key)));
+        for pods in pods.chunks(CHUNK) {
+            self.place(pods.iter().map(|(_, object)| object)).await?;
         }
         Ok(())
     }
 
-    async fn bind(&mut self, pod: &Value, object: &Object, node: &str) -> Result<(), ApiError> {
+    /// Decides one after the other, writes side by side.
+    async fn place(&mut self, pods: impl Iterator<Item = &Arc<Object>>) -> Result<(), ApiError> {
+        let mut decided = Vec::new();
+        for object in pods {
+            let pod = object.value();
+            let gated = !list(&pod, "/spec/schedulingGates").is_empty();
+            if gated || text(&pod, "/spec/schedulerName") != "default-scheduler" {
+                continue;
+            }
+            let decision = decide(&pod, self.nodes.values(), &self.usage);
+            if let Decision::Bind(node) = &decision {
+                // Counted at once: the next pod must see it.
+                self.usage.add(&object.uid, node, Requests::of(&pod));
+            }
+            decided.push((pod, object, decision));
+        }
+        let this = &*self;
+        let writes: Vec<BoxFuture<'_, Result<bool, ApiError>>> = decided
+            .iter()
+            .map(|(pod, object, decision)| this.carry_out(pod, object, decision).boxed())
+            .collect();
+        let done = join_all(writes).await;
+        for ((_, object, _), done) in decided.iter().zip(&done) {
+            if !matches!(done, Ok(true)) {
+                self.usage.remove(&object.uid);
+            }
+        }
+        done.into_iter().find_map(Result::err).map_or(Ok(()), Err)
+    }
+
+    /// True if what was decided stands.
+    async fn carry_out(&self, pod: &Value, object: &Object, decision: &Decision) -> Result<bool, ApiError> {
+        match decision {
+            Decision::Bind(node) => self.bind(pod, object, node).await,
+            Decision::Nowhere(why) => self.complain(pod, object, why).await.map(|()| true),
+        }
+    }
+
+    /// True if the pod is now bound to `node`.
+    async fn bind(&self, pod: &Value, object: &Object, node: &str) -> Result<bool, ApiError> {
         let kind = row("pods")?;
         let now = rules::stamp(self.inner.objects.world().now());
         let bind = |old: Value| {
             rules::check_preconditions(kind, &old, &object.uid, "")?;
             bound(kind, old, node, &now)
         };
-        let (namespace, name) = (&object.key.namespace, &object.key.name);
-        let done = self
-            .inner
-            .objects
-            .update(kind, namespace, name, Part::Inner, WriteOptions::default(), bind)
-            .await;
-        match done {
+        let (objects, key) = (&self.inner.objects, &object.key);
+        let options = WriteOptions::default();
+        match objects.update(kind, &key.namespace, &key.name, Part::Inner, options, bind).await {
             Ok(_) => {
-                self.usage.add(&object.uid, node, Requests::of(pod));
-                let message = format!("Successfully assigned {namespace}/{name} to {node}");
+                let message = format!("Successfully assigned {}/{} to {node}", key.namespace, key.name);
                 emit(&self.inner, pod, "Normal", "Scheduled", &message, "default-scheduler").await;
-                Ok(())
+                Ok(true)
             }
             // Deleted, replaced or bound by somebody else meanwhile: its events come.
-            Err(error) if matches!(error.code, 404 | 409) => Ok(()),
+            Err(error) if matches!(error.code, 404 | 409) => Ok(false),
             Err(error) => Err(error),
         }
     }

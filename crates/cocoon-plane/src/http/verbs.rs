@@ -20,7 +20,7 @@ use crate::{
     error::{ApiError, respond, respond_json},
     fields::{self, Strictness},
     json::{self, text},
-    objects::{WriteOptions, Written},
+    objects::{Objects, WriteOptions, Written},
     patch::Patch,
     plane::Response,
     resources::Kind,
@@ -238,50 +238,83 @@ pub(super) async fn change(
     address: &Address,
 ) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
-    let (options, strictness) = (write_options(call)?, call.params.strictness()?);
-    let part = if address.subresource == "status" { Part::Status } else { Part::Main };
+    let change = Change {
+        kind,
+        address,
+        strictness: call.params.strictness()?,
+        options: write_options(call)?,
+        part: if address.subresource == "status" { Part::Status } else { Part::Main },
+    };
     let content_type = content_type(&call.parts.headers);
-    let patching = call.parts.method == Method::PATCH;
     let body = read_body(body).await?;
     let objects = &call.inner.objects;
-    let (namespace, name) = (&address.namespace, &address.name);
-    // Strict: refused here. Else the update itself drops what is unknown and reports it.
-    let judged = |new: Value, before: &[String]| {
-        if strictness == Strictness::Strict {
-            let mut complaints = before.to_vec();
-            complaints.extend(fields::check_type(kind, &mut new.clone())?);
-            judge(kind, strictness, complaints)?;
-        }
-        Ok(new)
-    };
-    if patching {
-        let patch = Patch::parse(&content_type, &body)?;
-        let apply = |old| {
-            let mut new = patch.apply(kind, old)?;
-            accept_body(kind, address, &mut new)?;
-            judged(new, &[])
-        };
-        let done = objects.update(kind, namespace, name, part, options, apply).await?;
-        let warnings = judge(kind, strictness, done.complaints.clone())?;
-        return Ok(written(presenter, &done, &warnings));
-    }
-    let (mut value, mut complaints) = fields::parse(&content_type, &body)?;
-    accept_body(kind, address, &mut value)?;
-    if text(&value, "/metadata/name").is_empty() {
-        return Err(ApiError::bad_request("the name of the object must be set: metadata.name is empty"));
-    }
-    let value = judged(value, &complaints)?;
-    // A body with uid or revision means an object that existed.
-    let fresh =
-        text(&value, "/metadata/uid").is_empty() && text(&value, "/metadata/resourceVersion").is_empty();
-    let done = if fresh && kind.create_on_update && objects.find(kind, namespace, name).is_none() {
-        objects.create(kind, namespace, value, options).await?
+    let (done, complaints) = if call.parts.method == Method::PATCH {
+        change.patch(objects, &Patch::parse(&content_type, &body)?).await?
     } else {
-        objects.update(kind, namespace, name, part, options, |_| Ok(value.clone())).await?
+        let (value, complaints) = fields::parse(&content_type, &body)?;
+        change.put(objects, value, complaints).await?
     };
-    complaints.extend(done.complaints.iter().cloned());
-    let warnings = judge(kind, strictness, complaints)?;
+    let warnings = judge(kind, change.strictness, complaints)?;
     Ok(written(presenter, &done, &warnings))
+}
+
+/// A PUT or PATCH on its way.
+struct Change<'a> {
+    kind: &'static Kind,
+    address: &'a Address,
+    strictness: Strictness,
+    options: WriteOptions,
+    part: Part,
+}
+
+impl Change<'_> {
+    async fn patch(&self, objects: &Objects, patch: &Patch) -> Result<(Written, Vec<String>), ApiError> {
+        let apply = |old| {
+            let mut new = patch.apply(self.kind, old)?;
+            accept_body(self.kind, self.address, &mut new)?;
+            self.refuse_unknown(&new, &[])?;
+            Ok(new)
+        };
+        let Address { namespace, name, .. } = self.address;
+        let done = objects.update(self.kind, namespace, name, self.part, self.options, apply).await?;
+        let complaints = done.complaints.clone();
+        Ok((done, complaints))
+    }
+
+    async fn put(
+        &self,
+        objects: &Objects,
+        mut value: Value,
+        mut complaints: Vec<String>,
+    ) -> Result<(Written, Vec<String>), ApiError> {
+        accept_body(self.kind, self.address, &mut value)?;
+        let word = |field: &str| text(&value, &format!("/metadata/{field}"));
+        if word("name").is_empty() {
+            return Err(ApiError::bad_request("the name of the object must be set: metadata.name is empty"));
+        }
+        self.refuse_unknown(&value, &complaints)?;
+        // A body with uid or revision means an object that existed.
+        let fresh = word("uid").is_empty() && word("resourceVersion").is_empty();
+        let (kind, Address { namespace, name, .. }) = (self.kind, self.address);
+        let done = if fresh && kind.create_on_update && objects.find(kind, namespace, name).is_none() {
+            objects.create(kind, namespace, value, self.options).await?
+        } else {
+            let replace = |_| Ok(value.clone());
+            objects.update(kind, namespace, name, self.part, self.options, replace).await?
+        };
+        complaints.extend(done.complaints.iter().cloned());
+        Ok((done, complaints))
+    }
+
+    /// Strict: refused here. Else the update itself drops what is unknown and reports it.
+    fn refuse_unknown(&self, new: &Value, before: &[String]) -> Result<(), ApiError> {
+        if self.strictness == Strictness::Strict {
+            let mut complaints = before.to_vec();
+            complaints.extend(fields::check_type(self.kind, &mut new.clone())?);
+            judge(self.kind, self.strictness, complaints)?;
+        }
+        Ok(())
+    }
 }
 
 async fn delete_body(call: &Call, body: Body) -> Result<Value, ApiError> {

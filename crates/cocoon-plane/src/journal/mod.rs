@@ -185,11 +185,14 @@ mod tests {
         }
 
         fn append(&mut self, batch: &[Record]) -> Result<(), JournalError> {
-            let _open = self.gate.lock().unwrap();
-            if *self.broken.lock().unwrap() {
+            let _open = self.gate.lock().map_err(|_| "poisoned")?;
+            if *self.broken.lock().map_err(|_| "poisoned")? {
                 return Err("no space left".into());
             }
-            self.batches.lock().unwrap().push(batch.iter().map(|record| record.revision).collect());
+            self.batches
+                .lock()
+                .map_err(|_| "poisoned")?
+                .push(batch.iter().map(|record| record.revision).collect());
             Ok(())
         }
     }
