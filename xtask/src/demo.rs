@@ -13,6 +13,9 @@ pub struct Options {
     /// Leave the system running and print how to use it.
     #[arg(long)]
     keep: bool,
+    /// More arguments for `cocoon up`, behind `--`: for example `-- --memory full-stream`.
+    #[arg(last = true)]
+    up: Vec<String>,
 }
 
 /// Sets up, runs the story, prints the table. An error means that a claim did not hold.
@@ -26,7 +29,8 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     eprintln!("set-up took {:.1} s", begun.elapsed().as_secs_f64());
     acceleration();
     let begun = Instant::now();
-    let mut lab = Lab::start(&built, &[])?;
+    let arguments: Vec<&str> = options.up.iter().map(String::as_str).collect();
+    let mut lab = Lab::start(&built, &arguments)?;
     if options.keep {
         return kept(lab);
     }

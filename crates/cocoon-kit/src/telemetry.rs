@@ -6,5 +6,7 @@ use tracing_subscriber::EnvFilter;
 /// `COCOON_LOG` in the environment wins over it. A second call does nothing.
 pub fn init(level: &str) {
     let filter = EnvFilter::try_from_env("COCOON_LOG").unwrap_or_else(|_| EnvFilter::new(level));
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    let format = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let _ = format.with_ansi(colours).try_init();
 }

@@ -11,8 +11,9 @@ use anyhow::{Context as _, ensure};
 use super::{DEMO, DEMO_VM, Story, annotation, is_ready};
 
 /// The script that counts: in a shell variable, in a memory file system, and on disk without sync.
-const COUNTER: &str = "setsid sh -c 'i=0; while :; do i=$((i+1)); echo $i >> /root/lines; echo $i > /run/count; \
-                       usleep 10000; done' >/dev/null 2>&1 </dev/null & echo $! > /run/counter.pid";
+const COUNTER: &str = "setsid sh -c 'echo $$ > /run/counter.pid; i=0; while :; do i=$((i+1)); \
+                       echo $i >> /root/lines; echo $i > /run/count; usleep 10000; done' \
+                       >/dev/null 2>&1 </dev/null &";
 /// Lines numbered from 1 with none missing or repeated: prints how many.
 pub(super) const NO_GAP: &str = "cp /root/lines /tmp/lines; n=$(wc -l < /tmp/lines); \
                                  seq 1 $n | cmp - /tmp/lines && echo $n";
@@ -94,7 +95,7 @@ pub(super) fn goes_on(story: &mut Story<'_>, pod: &str, before: &Before) -> anyh
     story.claim("the counter in memory goes on", count > before.count)?;
     let up = story.number(pod, "cut -d' ' -f1 /proc/uptime")?;
     story.claim("uptime goes on", up > before.uptime && up < before.uptime + 120.0)?;
-    let alive = story.sh(pod, "kill -0 $(pgrep -f 'while :' | head -1) && echo alive")?;
+    let alive = story.sh(pod, "kill -0 $(cat /run/counter.pid) && echo alive")?;
     story.claim("the process is the same", alive == "alive")?;
     clock_is_right(story, pod)?;
     address_works(story, pod)

@@ -6,7 +6,7 @@
 
 use std::{ffi::OsString, process::ExitCode};
 
-use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
+use clap::{ArgAction, Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
 
 pub mod exec;
 pub mod image;
@@ -119,11 +119,25 @@ fn command() -> clap::Command {
         .get_arguments()
         .map(|arg| arg.get_id().clone())
         .collect();
-    ["vm", "snapshot", "image"].into_iter().fold(Cli::command(), |command, group| {
+    let command = ["vm", "snapshot", "image"].into_iter().fold(Cli::command(), |command, group| {
         command.mut_subcommand(group, |group| {
             shared.iter().fold(group, |group, id| group.mut_arg(id.clone(), |arg| arg.global(true)))
         })
-    })
+    });
+    last_wins(command)
+}
+
+/// A flag that is given twice counts as the last one, as in the original; scripts rely on it.
+fn last_wins(command: clap::Command) -> clap::Command {
+    let once = |action: &ArgAction| matches!(action, ArgAction::Set | ArgAction::SetTrue);
+    let command = command.mut_args(|arg| {
+        if arg.is_positional() || !once(arg.get_action()) {
+            return arg;
+        }
+        let id = arg.get_id().clone();
+        arg.overrides_with(id)
+    });
+    command.mut_subcommands(last_wins)
 }
 
 impl Cli {

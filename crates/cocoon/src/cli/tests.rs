@@ -45,6 +45,7 @@ fn every_call_of_the_contract_is_understood() {
         "vm list --output json",
         "vm start x y -o json",
         "vm stop --force --timeout 5 -o json x",
+        "vm stop --force --force --timeout 5 --timeout 6 x",
         "vm rm --force x y",
         "vm rm -o json x",
         "vm exec -i -e A=b -e C=d x -- sh -c true",
@@ -106,6 +107,8 @@ fn global_flags_may_stand_before_or_after_the_command_and_the_later_one_wins() {
         "vm list --root-dir /a",
         "--root-dir /b vm list --root-dir /a",
         "gc --root-dir /a",
+        "--root-dir /b --root-dir /a vm list",
+        "vm list --root-dir /b --root-dir /a",
         "snapshot ls --root-dir /a",
         "image ls --root-dir=/a",
     ] {

@@ -2,9 +2,11 @@
 //!
 //! Entry point: [`check`]. Every missing part is named at once, with the command that installs it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::bail;
+
+use crate::cli::settings::found;
 
 /// Programs of the host, and the Debian package of each.
 const PROGRAMS: &[(&str, &str)] = &[
@@ -46,17 +48,7 @@ pub(super) fn check(qemu: &Path, bundle: &Path) -> anyhow::Result<()> {
 }
 
 fn on_path(program: &Path) -> bool {
-    find(program).is_some()
-}
-
-/// Where a program is: as named, or in the folders of `PATH`.
-pub(super) fn find(program: &Path) -> Option<PathBuf> {
-    if program.components().count() > 1 {
-        return program.exists().then(|| program.to_owned());
-    }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
-    folders.map(|folder: PathBuf| folder.join(program)).find(|candidate| candidate.exists())
+    found(program).is_file()
 }
 
 /// The host's name in the form of a node name: lower case, no dots at the ends.

@@ -34,6 +34,7 @@ use tokio::{
     time::Instant,
 };
 
+use crate::cli::settings::found;
 use credentials::{Credentials, KUBELET_CLIENT};
 use folder::DataFolder;
 
@@ -142,7 +143,7 @@ fn engine_config(args: &UpArgs, folder: &DataFolder, network: &NetworkConfig) ->
         log_dir: folder.join("log"),
         boot_bundle: args.boot_bundle.clone(),
         network: Some(network.clone()),
-        qemu: host::find(&args.qemu).unwrap_or_else(|| args.qemu.clone()),
+        qemu: found(&args.qemu),
         memory: match args.memory {
             Recipe::Auto => MemoryRecipe::Auto,
             Recipe::FullStream => MemoryRecipe::FullStream,
