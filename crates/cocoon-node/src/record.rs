@@ -112,6 +112,18 @@ pub struct OwnerRecord {
     pub woken_ready: bool,
     /// A wake's import may still be there.
     pub import_left: bool,
+    /// The answer to the last live snapshot request.
+    #[serde(default)]
+    pub live: Option<LiveAnswer>,
+}
+
+/// An answer to a live snapshot request; each request is answered once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LiveAnswer {
+    /// The request, as it stands on the pod.
+    pub reference: String,
+    /// `None`: pushed. Else why it failed.
+    pub failure: Option<String>,
 }
 
 impl OwnerRecord {

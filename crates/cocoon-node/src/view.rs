@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, net::Ipv4Addr};
 
-use cocoon_meta::{AnnotationChanges, LifecycleState, LifecycleStatus, VmRuntime, keys};
+use cocoon_meta::{AnnotationChanges, LifecycleState, LifecycleStatus, SnapshotStatus, VmRuntime, keys};
 use jiff::Timestamp;
 
 use crate::{
@@ -190,6 +190,13 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
     let mut annotations = VmRuntime { vm_id: vm_id.clone(), ip: ip_text, vnc_port: 0 }.changes();
     let woken = record.woken_from.as_ref().map(|saved| saved.snapshot.clone());
     annotations.insert(keys::ANNOTATION_WOKEN_FROM.to_owned(), woken);
+    if let Some(answer) = &record.live {
+        let status = match &answer.failure {
+            None => SnapshotStatus::pushed(&answer.reference),
+            Some(why) => SnapshotStatus::failed(&answer.reference, why),
+        };
+        annotations.insert(keys::ANNOTATION_SNAPSHOT_STATUS.to_owned(), Some(status.to_json()));
+    }
     let mut view = View {
         phase: PodPhase::Running,
         container: Container::Running(record.started),

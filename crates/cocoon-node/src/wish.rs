@@ -6,9 +6,9 @@
 use cocoon_api::OSType;
 use cocoon_meta::{
     Annotated as _, HibernateState, KeepSnapshotOnDelete, LifecycleState, LifecycleStatus,
-    RestoreFromHibernate, SnapshotRequest, SnapshotStatus, VmNameError, VmRuntime, VmSpec, check_vm_name,
-    clone_from_dir, has_vm_name_form, keys, read_cocoon_set_generation, read_snapshot_annotations,
-    role_for_pod, should_snapshot_vm, woken_from,
+    RestoreFromHibernate, SnapshotStatus, VmNameError, VmRuntime, VmSpec, check_vm_name, clone_from_dir,
+    has_vm_name_form, keys, read_cocoon_set_generation, read_snapshot_annotations, role_for_pod,
+    should_snapshot_vm, woken_from,
 };
 use cocoon_oci::reference;
 use k8s_openapi::api::core::v1::Pod;
@@ -231,7 +231,6 @@ fn live_request(pod: &Pod) -> Option<String> {
     if text.is_empty() || SnapshotStatus::read(pod).is_some_and(|status| status.reference == text) {
         return None;
     }
-    let _ = SnapshotRequest::read(pod);
     Some(text.to_owned())
 }
 

@@ -67,7 +67,7 @@ pub(super) fn doubt(o: &mut Observation, step: &Step) {
         Step::Run(_) | Step::Clone(_) => {
             (o.vm, o.fork, o.captured_now) = (Seen::Unknown, Seen::Unknown, None);
         }
-        Step::Start | Step::Resume | Step::RemoveVm { .. } | Step::Capture { .. } => {
+        Step::Start | Step::Resume | Step::RemoveVm { .. } | Step::Capture { .. } | Step::LiveSnapshot(_) => {
             (o.vm, o.captured_now) = (Seen::Unknown, None);
         }
         Step::PullSource => o.source = Seen::Unknown,
@@ -132,6 +132,7 @@ pub(super) const fn engine_calls(step: &Step) -> usize {
         | Step::PushHibernate(_)
         | Step::PushLatest(_) => 1,
         Step::PullSource | Step::PullImport { .. } => 2,
+        Step::LiveSnapshot(_) => 4,
         Step::DropSnapshots(names) => names.len(),
         _ => 0,
     }

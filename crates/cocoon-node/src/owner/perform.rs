@@ -70,6 +70,7 @@ pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) 
             let pushed = registry(context)?.push(request.as_ref().clone()).await;
             named(pushed.map(Found::Text), Reason::DeleteSnapshotFailed)
         }
+        Step::LiveSnapshot(request) => live_snapshot(context, vm, request).await,
         Step::DropTag { digest, snapshot } => {
             let tag = cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG;
             let dropped = registry(context)?.drop_tag(vm, tag, digest, snapshot).await;
@@ -176,6 +177,19 @@ async fn pull_import(context: &Arc<Context>, vm: &str, digest: &str) -> Result<F
     let name = hibernate_import_name(vm);
     let pulled = registry(context)?.pull(vm, digest, &name).await;
     named(pulled.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::WakePullFailed)
+}
+
+/// Saves under a name of its own, pushes, and drops the local copy whatever came of it.
+async fn live_snapshot(context: &Arc<Context>, vm: &str, request: &PushRequest) -> Result<Found, Trouble> {
+    let (vms, snapshots) = (&context.ports.vms, &context.ports.snapshots);
+    named(snapshots.remove(&request.snapshot).await, Reason::CleanupFailed)?;
+    let saved = named(vms.save(vm, &request.snapshot).await, Reason::EngineUnavailable)?;
+    let push = PushRequest { snapshot: saved.id, ..request.clone() };
+    let pushed = registry(context)?.push(push).await;
+    if let Err(error) = snapshots.remove(&request.snapshot).await {
+        tracing::warn!(vm, error = %error.trouble(), "the local copy of a live snapshot stays until the next");
+    }
+    named(pushed.map(Found::Text), Reason::RegistryUnavailable)
 }
 
 /// A push while the guest is paused, cut off when the pause becomes too long.

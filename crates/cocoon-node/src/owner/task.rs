@@ -22,7 +22,7 @@ use crate::{
     },
     ports::VmPhase,
     reason::{Reason, Trouble},
-    record::{OwnerRecord, Phase},
+    record::{LiveAnswer, OwnerRecord, Phase},
     view::{self, View},
     wish,
 };
@@ -377,11 +377,16 @@ impl Owner {
                 };
                 known::learn(&mut self.o, step, found);
             }
-            Step::Capture { .. } => {
-                known::learn(&mut self.o, step, found);
-            }
+            Step::LiveSnapshot(_) => self.live_answered(step, None),
             _ => known::learn(&mut self.o, step, found),
         }
+    }
+
+    /// A live snapshot request was served, well or badly: that is its one answer.
+    fn live_answered(&mut self, step: &Step, failure: Option<String>) {
+        known::doubt(&mut self.o, step);
+        let reference = self.o.wish.as_ref().and_then(|wish| wish.live_request.clone());
+        self.o.live_now = reference.map(|reference| LiveAnswer { reference, failure });
     }
 
     fn noted(&mut self, record: &OwnerRecord) {
@@ -456,6 +461,7 @@ impl Owner {
                 known::unanswered(&mut self.o, *look, trouble);
                 return;
             }
+            Step::LiveSnapshot(_) => return self.live_answered(step, Some(trouble.to_string())),
             Step::SaveBaseline => {
                 self.inbox.answer_baseline(&Err(trouble));
                 return;
@@ -518,6 +524,7 @@ const fn may_drop(step: &Step) -> bool {
             | Step::Clone(_)
             | Step::PushHibernate(_)
             | Step::PushLatest(_)
+            | Step::LiveSnapshot(_)
             | Step::Look(_)
     )
 }
@@ -531,7 +538,11 @@ fn superseded(step: &Step, wish: Option<&Wish>) -> bool {
         }
         Step::Look(crate::planner::Look::Fork) => ending,
         Step::PushHibernate(_) => ending || wish.is_some_and(|wish| !wish.hibernate),
-        Step::PushLatest(_) => wish.is_some_and(|wish| !wish.snapshot_on_delete),
+        Step::LiveSnapshot(_) => ending || wish.is_some_and(|wish| wish.hibernate),
+        // Not demanded any more, or the tag is not ours to write any more.
+        Step::PushLatest(request) => wish.is_some_and(|wish| {
+            !wish.snapshot_on_delete || (wish.gone && request.tag == cocoon_meta::keys::DEFAULT_SNAPSHOT_TAG)
+        }),
         _ => false,
     }
 }

@@ -289,8 +289,135 @@ async fn a_force_deleted_pods_vm_is_saved_and_removed_as_owed_work() {
     stage.fake.live();
     stage.force_delete("u1");
     stage.until("nothing is owed", |stage| stage.fake.world().records.is_empty()).await;
-    assert!(stage.fake.world().vms.is_empty());
-    assert_eq!(stage.fake.world().tags[&format!("{vm}:latest")].state, 1);
+    let world = stage.fake.world();
+    assert!(world.vms.is_empty());
+    assert!(!world.tags.contains_key(&format!("{vm}:latest")), "another node may write that by now");
+    assert_eq!(world.tags[&format!("{vm}:orphan-u1")].state, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_went_without_a_delete_leaves_the_tag_it_woke_from_alone() {
+    let stage = Stage::new(true).await;
+    let vm = hibernated(&stage).await;
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until_lifecycle("u1", "ready").await;
+    stage.force_delete("u1");
+    stage.until("nothing is owed", |stage| stage.fake.world().records.is_empty()).await;
+    assert!(stage.fake.world().tags.contains_key(&format!("{vm}:hibernate")));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_live_snapshot_request_is_answered_once_and_the_guest_goes_on() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    let ask = |reference: &str| stage.annotate("u1", &[("vm.cocoonstack.io/snapshot", Some(reference))]);
+    let answered = |stage: &Stage, reference: &str, state: &str| {
+        let answer = stage.annotation("u1", "vm.cocoonstack.io/snapshot-status");
+        answer.contains(&format!("\"{reference}\"")) && answer.contains(&format!("\"{state}\""))
+    };
+    ask("golden:v1");
+    stage.until("pushed", |stage| answered(stage, "golden:v1", "pushed")).await;
+    assert!(stage.fake.world().tags.contains_key("golden:v1") && stage.fake.world().snapshots.is_empty());
+    assert_eq!(stage.fake.world().vms[&vm].view.phase, VmPhase::Running);
+    stage.fake.fail("push", 1, Reason::RegistryUnavailable);
+    ask("golden:v2");
+    stage.until("failed", |stage| answered(stage, "golden:v2", "failed")).await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(!stage.fake.world().tags.contains_key("golden:v2"), "a ref is answered once");
+    for refused in [format!("{vm}:hibernate"), "vk-default-other-0-aaaaaa:latest".to_owned()] {
+        ask(&refused);
+        stage.until("refused", |stage| answered(stage, &refused, "failed")).await;
+    }
+    assert_eq!((stage.fake.calls("push"), stage.lifecycle("u1")), (2, "ready".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_is_not_ours_gets_one_quiet_verdict_and_may_go() {
+    let stage = Stage::new(true).await;
+    let mut foreign = pod("other", "u1", &[]);
+    foreign.metadata.annotations = None;
+    let mut mismatch = pod("demo-1", "u2", &[]);
+    mismatch
+        .metadata
+        .annotations
+        .as_mut()
+        .unwrap()
+        .insert("vm.cocoonstack.io/name".into(), "vk-a-b-0-aaaaaa".into());
+    stage.apply(foreign);
+    stage.apply(mismatch);
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    for (uid, reason) in [("u1", "MissingVMName"), ("u2", "VMNameMismatch")] {
+        let status = stage.pod(uid).unwrap().status.unwrap();
+        let waiting = status.container_statuses.unwrap()[0].state.clone().unwrap().waiting.unwrap();
+        assert_eq!((status.phase.as_deref(), waiting.reason.as_deref()), (Some("Pending"), Some(reason)));
+        assert!(waiting.message.unwrap().contains("vk-default-"), "it names the right name");
+    }
+    assert_eq!(stage.api.events.lock().unwrap().len(), 2);
+    assert!(*stage.api.writes.lock().unwrap() <= 4);
+    stage.delete("u1");
+    stage.delete("u2");
+    stage.until("gone", |stage| stage.pod("u1").is_none() && stage.pod("u2").is_none()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_pod_with_the_same_vm_name_is_refused_and_the_first_is_not_disturbed() {
+    let stage = Stage::new(true).await;
+    let extra = [
+        ("cocoonset.cocoonstack.io/managed", "false"),
+        ("vm.cocoonstack.io/name", "box"),
+        (ID, "EXT"),
+        (IP, "10.0.0.9"),
+    ];
+    stage.apply(pod("box-a", "u1", &extra));
+    stage.until_lifecycle("u1", "ready").await;
+    stage.apply(pod("box-b", "u2", &extra));
+    stage.until_lifecycle("u2", "failed").await;
+    assert!(stage.told(Reason::VMNameInUse) && ready(&stage, "u1"));
+    stage.delete("u2");
+    stage.until("gone", |stage| stage.pod("u2").is_none()).await;
+    assert!(ready(&stage, "u1"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn malformed_annotations_are_said_and_make_nothing() {
+    for (key, value) in [
+        ("vm.cocoonstack.io/snapshot-annotations", "{not json"),
+        ("vm.cocoonstack.io/probe-port", "ssh"),
+        ("cocoonset.cocoonstack.io/storage", "lots"),
+        ("vm.cocoonstack.io/backend", "hyper-v"),
+        ("cocoonset.cocoonstack.io/os", "windows"),
+        ("vm.cocoonstack.io/clone-from-dir", "/x"),
+    ] {
+        let stage = Stage::new(true).await;
+        stage.apply(pod("demo-0", "u1", &[(key, value)]));
+        stage.until_lifecycle("u1", "failed").await;
+        let message = stage.annotation("u1", "vm.cocoonstack.io/lifecycle-state-message");
+        assert!(message.len() > 30, "{key}: {message}");
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        assert_eq!(stage.fake.calls("run") + stage.fake.calls("clone"), 0, "{key}");
+        stage.annotate("u1", &[(key, None)]);
+        stage.until_lifecycle("u1", "ready").await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn turning_the_wish_round_in_mid_flight_never_leaves_neither_vm_nor_saved_state() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    for wait in [0, 1, 2, 3, 5, 8, 13] {
+        stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        stage.annotate("u1", &[(HIBERNATE, None)]);
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        let world = stage.fake.world();
+        let kept = world.vms.contains_key(&vm) || world.tags.contains_key(&format!("{vm}:hibernate"));
+        assert!(kept, "after {wait} ms");
+    }
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until_lifecycle("u1", "hibernated").await;
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until_lifecycle("u1", "ready").await;
+    stage.assert_sound();
 }
 
 #[tokio::test(start_paused = true)]

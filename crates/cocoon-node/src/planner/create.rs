@@ -99,6 +99,7 @@ pub(super) fn new_record(o: &Observation, wish: &Wish, phase: Phase) -> OwnerRec
         woken_from: None,
         woken_ready: false,
         import_left: false,
+        live: None,
     }
 }
 

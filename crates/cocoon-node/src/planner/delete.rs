@@ -7,7 +7,7 @@ use cocoon_meta::{fork_baseline_name, hibernate_import_name};
 
 use crate::{
     planner::{
-        Look, Step, create, either, need,
+        Look, Step, create, either, live_name, need,
         observation::{Observation, Seen, Wish},
     },
     ports::{Guard, PushRequest, VmPhase, VmView},
@@ -61,7 +61,8 @@ fn begin(record: &OwnerRecord, wish: &Wish, vm: Option<&VmView>) -> Step {
         keep: keep.filter(|_| !live),
         captured: None,
         pushed: false,
-        outrun: if live { outrun(record) } else { Vec::new() },
+        // A pod that went without a delete may live elsewhere now, from just that tag (I1): hands off.
+        outrun: if live && !wish.gone { outrun(record) } else { Vec::new() },
     });
     next.snapshot_on_delete = wish.snapshot_on_delete;
     next.keep_snapshot = wish.keep_snapshot;
@@ -137,11 +138,18 @@ fn with_capture(record: &OwnerRecord, id: Option<String>, done: bool) -> Step {
     Step::Note(Box::new(next))
 }
 
+/// `:latest`, or `:orphan-<uid>` when the API does not have the pod any more: another node may serve its
+/// name by now, so its tags are not ours to write (I1).
 fn latest(wish: &Wish, record: &OwnerRecord, snapshot: &str) -> PushRequest {
+    let tag = if wish.gone {
+        format!("orphan-{}", record.uid)
+    } else {
+        cocoon_meta::keys::DEFAULT_SNAPSHOT_TAG.to_owned()
+    };
     PushRequest {
         snapshot: snapshot.to_owned(),
         repository: record.vm_name.clone(),
-        tag: cocoon_meta::keys::DEFAULT_SNAPSHOT_TAG.to_owned(),
+        tag,
         base_image: record.image.clone(),
         annotations: create::push_annotations(wish),
         guard: Guard::Any,
@@ -187,7 +195,7 @@ fn droppable(
         return Ok(Vec::new());
     }
     let vm = &record.vm_name;
-    let mut names = vec![fork_baseline_name(vm), hibernate_import_name(vm)];
+    let mut names = vec![fork_baseline_name(vm), hibernate_import_name(vm), live_name(vm)];
     let copy_goes = match keep {
         None => true,
         Some(_) if !o.registry => false,

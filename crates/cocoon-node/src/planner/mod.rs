@@ -99,6 +99,8 @@ pub enum Step {
     PushHibernate(Box<PushRequest>),
     /// Push to `:latest`.
     PushLatest(Box<PushRequest>),
+    /// Save the running guest, push it where the pod asks for it, drop the local copy.
+    LiveSnapshot(Box<PushRequest>),
     /// Empty `:hibernate` if it holds this.
     DropTag {
         /// Manifest digest.
@@ -212,4 +214,10 @@ fn published_first(o: &Observation, step: Step) -> Step {
         return step;
     }
     Step::Wait(PUBLISH_WAIT.saturating_sub(o.unpublished_for))
+}
+
+/// Local name of a live snapshot while it is being pushed.
+#[must_use]
+pub fn live_name(vm_name: &str) -> String {
+    format!("live-{vm_name}")
 }

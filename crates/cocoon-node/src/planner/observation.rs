@@ -198,6 +198,8 @@ pub struct Observation {
     pub captured_now: Option<String>,
     /// This process pushed `:latest` with this digest.
     pub latest_now: Option<String>,
+    /// This process served a live snapshot request: which, and with what outcome.
+    pub live_now: Option<crate::record::LiveAnswer>,
     /// Leases were given back.
     pub released: bool,
     /// Local snapshots were dropped.

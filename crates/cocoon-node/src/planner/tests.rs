@@ -13,6 +13,7 @@ use crate::{
 
 const VM: &str = "vk-default-demo-0-8aaf2c";
 const FORK: &str = "fork-vk-default-demo-0-8aaf2c";
+const LIVE: &str = "live-vk-default-demo-0-8aaf2c";
 const IMPORT: &str = "vk-default-demo-0-8aaf2c-hibernate-import";
 
 fn now() -> Timestamp {
@@ -717,7 +718,7 @@ fn a_delete() {
         (
             "drops local snapshots",
             Observation { released: true, ..after(deleting(true, None, true)) },
-            &format!("drop {FORK} {IMPORT} {VM}"),
+            &format!("drop {FORK} {IMPORT} {LIVE} {VM}"),
         ),
         (
             "keeps them when asked to",
@@ -729,7 +730,7 @@ fn a_delete() {
         (
             "drops a hibernated pod's copy only when the tag surely holds the state",
             Observation { released: true, tag: tag("S"), ..after(kept()) },
-            &format!("drop {FORK} {IMPORT} {VM}"),
+            &format!("drop {FORK} {IMPORT} {LIVE} {VM}"),
         ),
         (
             "keeps the copy when the registry gives no answer",
@@ -738,12 +739,12 @@ fn a_delete() {
                 tag: Seen::Failed(trouble(Reason::RegistryUnavailable)),
                 ..after(kept())
             },
-            &format!("drop {FORK} {IMPORT}"),
+            &format!("drop {FORK} {IMPORT} {LIVE}"),
         ),
         (
             "keeps the copy when there is no registry",
             Observation { released: true, registry: false, ..after(kept()) },
-            &format!("drop {FORK} {IMPORT}"),
+            &format!("drop {FORK} {IMPORT} {LIVE}"),
         ),
         (
             "does not wait for a clean-up that cannot be done",

@@ -2,16 +2,16 @@
 
 use jiff::SignedDuration;
 
-use cocoon_meta::hibernate_import_name;
+use cocoon_meta::{SnapshotRequest, hibernate_import_name};
 
 use crate::{
     planner::{
-        Look, RESTART_COOLDOWN, Step, create, either, need, note,
+        Look, RESTART_COOLDOWN, Step, create, either, live_name, need, note,
         observation::{Observation, Wish},
     },
-    ports::{VmPhase, VmView},
+    ports::{Guard, PushRequest, VmPhase, VmView},
     reason::{Reason, Trouble},
-    record::{OwnerRecord, Phase},
+    record::{LiveAnswer, OwnerRecord, Phase},
 };
 
 pub(super) fn plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
@@ -80,7 +80,46 @@ fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) -> R
             None => Step::SaveBaseline,
         });
     }
-    Ok(Step::Rest)
+    Ok(live(o, wish, record).unwrap_or(Step::Rest))
+}
+
+/// A live snapshot request that is not answered yet; served once the guest is ready.
+fn live(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Option<Step> {
+    let asked = wish.live_request.as_ref()?;
+    if !o.reach.ready || record.live.as_ref().is_some_and(|answer| answer.reference == *asked) {
+        return None;
+    }
+    let answered = |answer: LiveAnswer| {
+        let mut next = record.clone();
+        next.live = Some(answer);
+        Step::Note(Box::new(next))
+    };
+    if let Some(answer) = o.live_now.as_ref().filter(|answer| answer.reference == *asked) {
+        return Some(answered(answer.clone()));
+    }
+    Some(match live_push(o, wish, record, asked) {
+        Ok(request) => Step::LiveSnapshot(Box::new(request)),
+        Err(why) => answered(LiveAnswer { reference: asked.clone(), failure: Some(why) }),
+    })
+}
+
+fn live_push(o: &Observation, wish: &Wish, record: &OwnerRecord, asked: &str) -> Result<PushRequest, String> {
+    let request = SnapshotRequest::parse(asked).map_err(|error| error.to_string())?;
+    request.check_target(&wish.vm_name).map_err(|error| error.to_string())?;
+    if let Some(problem) = &wish.problem {
+        return Err(problem.message.clone());
+    }
+    if !o.registry {
+        return Err("this node has no registry; set OCI_REGISTRY to push snapshots".to_owned());
+    }
+    Ok(PushRequest {
+        snapshot: live_name(&wish.vm_name),
+        repository: request.repository,
+        tag: request.tag,
+        base_image: record.image.clone(),
+        annotations: wish.annotations.clone(),
+        guard: Guard::Any,
+    })
 }
 
 /// The record with what changed since it was written; `None` when it is right.

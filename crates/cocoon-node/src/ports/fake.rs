@@ -41,6 +41,7 @@ pub(crate) fn record(vm_name: &str) -> OwnerRecord {
         woken_from: None,
         woken_ready: false,
         import_left: false,
+        live: None,
     }
 }
 
