@@ -47,6 +47,9 @@ pub(super) fn build(tree: &Path, out: &Path, digest: &str) -> Result<(u64, Strin
     if !done.status.success() {
         let said = String::from_utf8_lossy(&done.stderr);
         let tail = said.trim().lines().last().unwrap_or("no message");
+        if tail.contains("No space left") {
+            return Err(BuildError::Io(io::ErrorKind::StorageFull.into()));
+        }
         return Err(BuildError::Failed(format!("{}: {tail}", done.status)));
     }
     let file = File::open(out).map_err(BuildError::Io)?;
