@@ -23,6 +23,8 @@ pub mod events;
 pub mod kubelet;
 pub mod node;
 pub mod outbox;
+#[cfg(test)]
+mod outbox_tests;
 pub mod owner;
 pub mod planner;
 pub mod pods;

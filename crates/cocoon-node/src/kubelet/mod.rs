@@ -9,6 +9,8 @@ mod exec;
 pub mod frames;
 mod logs;
 pub mod query;
+#[cfg(test)]
+mod tests;
 
 use std::{convert::Infallible, io, net, sync::Arc, time::Duration};
 

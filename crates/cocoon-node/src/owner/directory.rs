@@ -115,7 +115,7 @@ impl Directory {
     }
 
     /// Notes where a pod's VM is.
-    pub(super) fn sit(&self, key: &PodKey, seat: Seat) {
+    pub(crate) fn sit(&self, key: &PodKey, seat: Seat) {
         self.tables().seats.insert(key.clone(), seat);
     }
 

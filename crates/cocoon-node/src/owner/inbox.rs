@@ -183,7 +183,7 @@ impl Inbox {
     }
 
     /// The number of the last accepted view.
-    pub(super) fn last_accepted(&self) -> u64 {
+    pub(crate) fn last_accepted(&self) -> u64 {
         self.state().accepted
     }
 
