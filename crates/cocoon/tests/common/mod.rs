@@ -41,7 +41,7 @@ pub fn pod(name: &str, vm: &str, annotations: Value) -> Value {
         "spec": {
             "tolerations": [{"key": "virtual-kubelet.io/provider", "operator": "Exists"}],
             "containers": [{"name": "agent", "image": "cocoon-demo:1",
-                "resources": {"requests": {"cpu": "1", "memory": "256Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}}}],
+                "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}}}],
         },
     })
 }
