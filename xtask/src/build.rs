@@ -28,7 +28,13 @@ pub fn binary() -> anyhow::Result<PathBuf> {
         return Ok(named.into());
     }
     embed::run()?;
-    host::shown(Command::new(cargo()).current_dir(root()).args(["build", "--release", "--quiet", "-p", "cocoon"]))?;
+    host::shown(Command::new(cargo()).current_dir(root()).args([
+        "build",
+        "--release",
+        "--quiet",
+        "-p",
+        "cocoon",
+    ]))?;
     Ok(root().join("target/release/cocoon"))
 }
 

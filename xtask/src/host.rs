@@ -34,14 +34,19 @@ pub const BUNDLE: &[Package] = &[
 ];
 
 /// What the tests need besides.
-pub const TESTS: &[Package] = &[("stress-ng", "/usr/bin/stress-ng"), ("python3-venv", "/usr/share/doc/python3-venv"), ("curl", "/usr/bin/curl")];
+pub const TESTS: &[Package] = &[
+    ("stress-ng", "/usr/bin/stress-ng"),
+    ("python3-venv", "/usr/share/doc/python3-venv"),
+    ("curl", "/usr/bin/curl"),
+];
 
 /// What a build needs.
 pub const BUILD: &[Package] = &[("gcc", "/usr/bin/gcc"), ("libc6-dev", "/usr/include/stdio.h")];
 
 /// Makes sure that `wanted` are installed.
 pub fn packages(wanted: &[Package]) -> anyhow::Result<()> {
-    let missing: Vec<_> = wanted.iter().filter(|(_, file)| !Path::new(file).exists()).map(|(name, _)| *name).collect();
+    let missing: Vec<_> =
+        wanted.iter().filter(|(_, file)| !Path::new(file).exists()).map(|(name, _)| *name).collect();
     if missing.is_empty() {
         return Ok(());
     }

@@ -243,7 +243,11 @@ impl Lab {
     /// All VM objects.
     pub fn vms(&self) -> anyhow::Result<Vec<Value>> {
         let text = self.cocoon(&["vm", "list", "-o", "json"])?;
-        if text.starts_with("No VMs") { Ok(Vec::new()) } else { serde_json::from_str(&text).context("vm list") }
+        if text.starts_with("No VMs") {
+            Ok(Vec::new())
+        } else {
+            serde_json::from_str(&text).context("vm list")
+        }
     }
 
     /// One pod, or `None` when the API says that there is none.
@@ -302,10 +306,13 @@ impl Lab {
             left.push(format!("process {pid} {}", String::from_utf8_lossy(&command).replace('\0', " ")));
         }
         let links = run(Command::new("ip").args(["-n", ns, "-o", "link"]))?;
-        left.extend(links.lines().filter(|line| !line.contains(": lo:")).map(|line| format!("interface {line}")));
+        left.extend(
+            links.lines().filter(|line| !line.contains(": lo:")).map(|line| format!("interface {line}")),
+        );
         let rules = run(Command::new("ip").args(["netns", "exec", ns, "nft", "list", "ruleset"]))?;
         left.extend(rules.lines().take(3).map(|line| format!("rule {line}")));
-        let forward = run(Command::new("ip").args(["netns", "exec", ns, "cat", "/proc/sys/net/ipv4/ip_forward"]))?;
+        let forward =
+            run(Command::new("ip").args(["netns", "exec", ns, "cat", "/proc/sys/net/ipv4/ip_forward"]))?;
         if forward.trim() != "0" {
             left.push("sysctl net.ipv4.ip_forward is still 1".into());
         }

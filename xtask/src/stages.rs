@@ -111,7 +111,16 @@ pub fn audit() -> anyhow::Result<()> {
 }
 
 fn unit() -> anyhow::Result<()> {
-    host::shown(&mut cargo(&["test", "--quiet", "--workspace", "--exclude", "cocoon", "--", "--skip", "guest_"]))?;
+    host::shown(&mut cargo(&[
+        "test",
+        "--quiet",
+        "--workspace",
+        "--exclude",
+        "cocoon",
+        "--",
+        "--skip",
+        "guest_",
+    ]))?;
     host::shown(&mut cargo(&["test", "--quiet", "-p", "cocoon", "--lib", "--bins"]))
 }
 
@@ -136,7 +145,16 @@ fn release() -> anyhow::Result<()> {
 fn guests() -> anyhow::Result<()> {
     ensure!(host::is_root(), "the tests with guests need root; type: sudo -E cargo xtask test");
     build::everything()?;
-    host::shown(&mut cargo(&["test", "--release", "-p", "cocoon", "--tests", "--", "--test-threads=1", "--nocapture"]))
+    host::shown(&mut cargo(&[
+        "test",
+        "--release",
+        "-p",
+        "cocoon",
+        "--tests",
+        "--",
+        "--test-threads=1",
+        "--nocapture",
+    ]))
 }
 
 #[cfg(test)]

@@ -161,7 +161,8 @@ fn leaf(name: &str, groups: &[&str], usage: ExtendedKeyUsagePurpose) -> Certific
 /// A server that shows `identity` and asks for client certificates of `client_authority` (PEM).
 /// ALPN offers HTTP/2 and HTTP/1.1.
 pub fn server_config(identity: &Identity, client_authority: &str) -> Result<Arc<ServerConfig>, TlsError> {
-    let pem = |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "server".into(), source };
+    let pem =
+        |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "server".into(), source };
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let verifier = WebPkiClientVerifier::builder_with_provider(
         Arc::new(roots(client_authority)?),
@@ -184,19 +185,22 @@ pub fn server_config(identity: &Identity, client_authority: &str) -> Result<Arc<
 /// A client that trusts `authority` (PEM) alone and shows `identity`. HTTP/1.1 only, because its
 /// users upgrade connections.
 pub fn client_config(identity: &Identity, authority: &str) -> Result<Arc<rustls::ClientConfig>, TlsError> {
-    let pem = |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "client".into(), source };
+    let pem =
+        |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "client".into(), source };
     let (chain, key) = pair(identity)?;
-    let config = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .map_err(|error| pem(error.into()))?
-        .with_root_certificates(roots(authority)?)
-        .with_client_auth_cert(chain, key)
-        .map_err(|error| pem(error.into()))?;
+    let config =
+        rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| pem(error.into()))?
+            .with_root_certificates(roots(authority)?)
+            .with_client_auth_cert(chain, key)
+            .map_err(|error| pem(error.into()))?;
     Ok(Arc::new(config))
 }
 
 fn roots(authority: &str) -> Result<RootCertStore, TlsError> {
-    let pem = |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "authority".into(), source };
+    let pem =
+        |source: Box<dyn std::error::Error + Send + Sync>| TlsError::Pem { name: "authority".into(), source };
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(authority.as_bytes()) {
         roots.add(certificate.map_err(|error| pem(error.into()))?).map_err(|error| pem(error.into()))?;
@@ -205,7 +209,10 @@ fn roots(authority: &str) -> Result<RootCertStore, TlsError> {
 }
 
 fn pair(identity: &Identity) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), TlsError> {
-    let pem = |source: rustls::pki_types::pem::Error| TlsError::Pem { name: "identity".into(), source: source.into() };
+    let pem = |source: rustls::pki_types::pem::Error| TlsError::Pem {
+        name: "identity".into(),
+        source: source.into(),
+    };
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(identity.certificate.as_bytes()).collect();
     let key = PrivateKeyDer::from_pem_slice(identity.key.as_bytes()).map_err(pem)?;
     Ok((chain.map_err(pem)?, key))

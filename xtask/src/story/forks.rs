@@ -33,12 +33,18 @@ pub(super) fn forks(story: &mut Story<'_>) -> anyhow::Result<()> {
         for pod in &pods {
             values.insert(story.sh(pod, script)?);
         }
-        story.claim(&format!("each has a {what} of its own"), values.len() == pods.len() && !values.contains(""))?;
+        story.claim(
+            &format!("each has a {what} of its own"),
+            values.len() == pods.len() && !values.contains(""),
+        )?;
     }
     for fork in FORKS {
         let marker = story.sh(fork, "cat /run/marker")?;
         let count = story.number(fork, "cat /run/count")?;
-        story.claim(&format!("{fork} has the source's memory content"), marker == "before the fork" && count > 1.0)?;
+        story.claim(
+            &format!("{fork} has the source's memory content"),
+            marker == "before the fork" && count > 1.0,
+        )?;
         life::address_works(story, fork)?;
     }
     Ok(())
@@ -99,7 +105,10 @@ pub(super) fn ends(story: &mut Story<'_>) -> anyhow::Result<()> {
     let left = story.time("cocoon up ended", |story| story.lab.stop())?;
     story.claim(&format!("nothing is left on the host {}", left.join("; ")), left.is_empty())?;
     let folders = folders_left(story)?;
-    story.claim(&format!("the data folder holds snapshots and images only {}", folders.join("; ")), folders.is_empty())
+    story.claim(
+        &format!("the data folder holds snapshots and images only {}", folders.join("; ")),
+        folders.is_empty(),
+    )
 }
 
 /// Files of VMs that should have gone with them: anything below the run and log folders but locks.

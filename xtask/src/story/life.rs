@@ -25,13 +25,20 @@ pub(super) fn boots(story: &mut Story<'_>) -> anyhow::Result<()> {
     })?;
     let vms = story.lab.vms()?;
     let id = annotation(&pod, "vm.cocoonstack.io/id");
-    story.claim("one VM runs, under the pod's VM name", vms.len() == 1 && vms[0]["config"]["name"] == DEMO_VM)?;
+    story.claim(
+        "one VM runs, under the pod's VM name",
+        vms.len() == 1 && vms[0]["config"]["name"] == DEMO_VM,
+    )?;
     story.claim("annotation id is the VM's id", !id.is_empty() && vms[0]["id"] == id.as_str())?;
     let ip = annotation(&pod, "vm.cocoonstack.io/ip");
     let shown = story.sh(DEMO, "ip -4 addr show eth0")?;
-    story.claim("annotation ip is the guest's address, got by DHCP", !ip.is_empty() && shown.contains(&ip))?;
+    story
+        .claim("annotation ip is the guest's address, got by DHCP", !ip.is_empty() && shown.contains(&ip))?;
     story.claim("pod status has the address", pod["status"]["podIP"] == ip.as_str())?;
-    story.claim("the lifecycle says ready", annotation(&pod, "vm.cocoonstack.io/lifecycle-state") == "ready")?;
+    story.claim(
+        "the lifecycle says ready",
+        annotation(&pod, "vm.cocoonstack.io/lifecycle-state") == "ready",
+    )?;
     let generation = annotation(&pod, "vm.cocoonstack.io/lifecycle-observed-generation");
     story.claim("the lifecycle has an observed generation", generation.parse::<u64>().is_ok())
 }
@@ -42,11 +49,17 @@ pub(super) fn kubectl_works(story: &mut Story<'_>) -> anyhow::Result<()> {
     story.claim("kubectl logs shows the console", !log.trim().is_empty())?;
     watch_sees_a_label(story)?;
     let described = story.lab.kubectl(&["describe", "pod", DEMO])?;
-    story.claim("kubectl describe shows conditions and events", described.contains("Ready") && described.contains("Events"))?;
+    story.claim(
+        "kubectl describe shows conditions and events",
+        described.contains("Ready") && described.contains("Events"),
+    )?;
     story.lab.kubectl(&["patch", "pod", DEMO, "-p", r#"{"metadata":{"labels":{"patched":"yes"}}}"#])?;
     let again = story.lab.kubectl(&["apply", "-f", &super::example(DEMO)])?;
     let wide = story.lab.kubectl(&["get", "pods", "-o", "wide", "-l", "patched=yes"])?;
-    story.claim("kubectl patch, label, apply and get -o wide work", wide.contains(DEMO) && again.contains(DEMO))?;
+    story.claim(
+        "kubectl patch, label, apply and get -o wide work",
+        wide.contains(DEMO) && again.contains(DEMO),
+    )?;
     story.lab.kubectl(&["wait", "--for=condition=Ready", "pod", DEMO, "--timeout=10s"])?;
     story.claim("kubectl wait works", true)
 }

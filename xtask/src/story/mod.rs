@@ -99,14 +99,19 @@ pub fn example(pod: &str) -> String {
 impl Story<'_> {
     fn row(&mut self, what: &str, took: Option<Duration>) {
         if self.show {
-            let took = took.map_or_else(|| "      ok".to_owned(), |took| format!("{:6.2} s", took.as_secs_f64()));
+            let took =
+                took.map_or_else(|| "      ok".to_owned(), |took| format!("{:6.2} s", took.as_secs_f64()));
             eprintln!("    {took}  {what}");
         }
         self.rows.push(Row { step: self.step, what: what.to_owned(), took });
     }
 
     /// Runs `work` and notes how long it took.
-    fn time<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> anyhow::Result<T>) -> anyhow::Result<T> {
+    fn time<T>(
+        &mut self,
+        what: &str,
+        work: impl FnOnce(&mut Self) -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
         let begun = Instant::now();
         let value = work(self).with_context(|| what.to_owned())?;
         self.row(what, Some(begun.elapsed()));
@@ -212,7 +217,8 @@ pub fn table(rows: &[Row]) -> String {
     for (index, (title, _)) in STEPS.iter().enumerate() {
         text.push_str(&format!("{:>2}. {title}\n", index + 1));
         for row in rows.iter().filter(|row| row.step == index + 1) {
-            let took = row.took.map_or_else(|| "ok".to_owned(), |took| format!("{:.2} s", took.as_secs_f64()));
+            let took =
+                row.took.map_or_else(|| "ok".to_owned(), |took| format!("{:.2} s", took.as_secs_f64()));
             text.push_str(&format!("    {took:>8}  {}\n", row.what));
         }
     }

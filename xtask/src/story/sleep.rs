@@ -29,9 +29,15 @@ pub(super) fn hibernates(story: &mut Story<'_>) -> anyhow::Result<()> {
     let vms = story.lab.vms()?;
     story.claim("the VM is gone", vms.is_empty())?;
     let ready = condition(&pod, "Ready").context("no Ready condition")?.clone();
-    story.claim("Ready is False, reason Hibernated", ready["status"] == "False" && ready["reason"] == "Hibernated")?;
+    story.claim(
+        "Ready is False, reason Hibernated",
+        ready["status"] == "False" && ready["reason"] == "Hibernated",
+    )?;
     let waiting = &pod["status"]["containerStatuses"][0]["state"]["waiting"]["reason"];
-    story.claim("the pod is Running, its container waits", pod["status"]["phase"] == "Running" && waiting == "Hibernated")?;
+    story.claim(
+        "the pod is Running, its container waits",
+        pod["status"]["phase"] == "Running" && waiting == "Hibernated",
+    )?;
     story.claim("it has no address", pod["status"]["podIP"].as_str().unwrap_or_default().is_empty())?;
     skopeo_reads_it(story)
 }
@@ -41,7 +47,10 @@ fn skopeo_reads_it(story: &mut Story<'_>) -> anyhow::Result<()> {
     let raw = story.skopeo(&["inspect", "--raw", &source])?.ok()?;
     let manifest: Value = serde_json::from_str(&raw)?;
     let kind = manifest["artifactType"].as_str().unwrap_or_default();
-    story.claim("skopeo inspect --raw shows a snapshot artifact", kind.starts_with("application/vnd.cocoonstack.snapshot."))?;
+    story.claim(
+        "skopeo inspect --raw shows a snapshot artifact",
+        kind.starts_with("application/vnd.cocoonstack.snapshot."),
+    )?;
     let copy = story.lab.scratch().join("copy");
     story.skopeo(&["copy", "--quiet", &source, &format!("oci:{}:copy", copy.display())])?.ok()?;
     std::fs::remove_dir_all(&copy)?;
@@ -64,7 +73,11 @@ pub(super) fn wakes(story: &mut Story<'_>) -> anyhow::Result<()> {
 
 fn tag_goes(story: &mut Story<'_>) -> anyhow::Result<()> {
     story.time("the consumed hibernate tag goes", |story| {
-        story.lab.wait("hibernate tag gone", WAIT, || Ok((!story.tagged(DEMO_VM, "hibernate")?).then_some(())))
+        story.lab.wait(
+            "hibernate tag gone",
+            WAIT,
+            || Ok((!story.tagged(DEMO_VM, "hibernate")?).then_some(())),
+        )
     })
 }
 
