@@ -93,6 +93,7 @@ fn other(call: &Call, words: &[String]) -> Result<Response, ApiError> {
         ["apis", group] => {
             discovery::group(group).map(|found| respond_json(200, &found)).ok_or_else(ApiError::no_path)
         }
+        ["openapi", "v2"] => Ok(openapi::version_2(&call.parts.headers)),
         ["openapi", "v3"] => Ok(respond_json(200, &openapi::index())),
         ["openapi", "v3", rest @ ..] => {
             openapi::document(rest).map(|found| respond_json(200, &found)).ok_or_else(ApiError::no_path)

@@ -2,16 +2,34 @@
 //!
 //! Schemas are open on purpose: the server itself validates (`fieldValidation`).
 
+use http::{HeaderMap, header};
 use serde_json::{Map, Value, json};
 
 use super::discovery::group_versions;
-use crate::resources::{KINDS, Kind};
+use crate::{
+    error::{respond, respond_json},
+    plane::Response,
+    resources::{KINDS, Kind},
+};
 
 /// Changes when the documents do, so that clients may cache them.
-const HASH: &str = concat!("cocoon-", env!("CARGO_PKG_VERSION"), "-1");
+const HASH: &str = concat!("cocoon-", env!("CARGO_PKG_VERSION"), "-2");
 
 fn place(group: &str, version: &str) -> String {
     if group.is_empty() { format!("api/{version}") } else { format!("apis/{group}/{version}") }
+}
+
+/// `/openapi/v2`, which kubectl reads for a `List` alone: a document without definitions, so that it leaves
+/// validation to the server.
+pub(super) fn version_2(headers: &HeaderMap) -> Response {
+    const PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
+    let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if accept.contains("proto-openapi.spec.v2") {
+        // swagger (field 1) and info (field 2) with a title (field 1).
+        return respond(200, PROTOBUF, &b"\x0a\x032.0\x12\x0c\x0a\x0aKubernetes"[..]);
+    }
+    let info = json!({ "title": "Kubernetes", "version": env!("CARGO_PKG_VERSION") });
+    respond_json(200, &json!({ "swagger": "2.0", "info": info, "paths": {}, "definitions": {} }))
 }
 
 /// Paths of all documents.
@@ -77,27 +95,24 @@ fn schema(kind: &Kind) -> Value {
 }
 
 fn object_path(kind: &Kind, methods: &[&str]) -> Value {
-    let mut path = Map::new();
-    let parameter =
-        |name: &str, kind: &str| json!({ "name": name, "in": kind, "schema": { "type": "string" } });
-    for method in methods {
-        let mut parameters = vec![parameter("pretty", "query")];
-        let (action, names): (&str, &[&str]) = match *method {
-            "get" => ("get", &[]),
-            "post" => ("post", &["dryRun", "fieldManager", "fieldValidation"]),
-            "put" => ("put", &["dryRun", "fieldManager", "fieldValidation"]),
-            "patch" => ("patch", &["dryRun", "fieldManager", "fieldValidation", "force"]),
-            _ => ("delete", &["dryRun", "gracePeriodSeconds", "propagationPolicy"]),
-        };
-        parameters.extend(names.iter().map(|name| parameter(name, "query")));
-        let operation = json!({
-            "description": format!("{action} {}", kind.plural),
-            "parameters": parameters,
-            "responses": { "200": { "description": "OK" } },
-            "x-kubernetes-action": action,
-            "x-kubernetes-group-version-kind": gvk(kind),
-        });
-        path.insert((*method).to_owned(), operation);
-    }
-    Value::Object(path)
+    let path =
+        methods.iter().map(|method| ((*method).to_owned(), operation(method, kind.plural, &gvk(kind))));
+    Value::Object(path.collect())
+}
+
+fn operation(method: &str, what: &str, gvk: &Value) -> Value {
+    let parameter = |name: &str| json!({ "name": name, "in": "query", "schema": { "type": "string" } });
+    let names: &[&str] = match method {
+        "get" => &["pretty"],
+        "post" | "put" => &["pretty", "dryRun", "fieldManager", "fieldValidation"],
+        "patch" => &["pretty", "dryRun", "fieldManager", "fieldValidation", "force"],
+        _ => &["pretty", "dryRun", "gracePeriodSeconds", "propagationPolicy"],
+    };
+    json!({
+        "description": format!("{method} {what}"),
+        "parameters": names.iter().map(|name| parameter(name)).collect::<Vec<_>>(),
+        "responses": { "200": { "description": "OK" } },
+        "x-kubernetes-action": method,
+        "x-kubernetes-group-version-kind": gvk,
+    })
 }

@@ -344,6 +344,8 @@ async fn discovery_and_documents_agree_with_what_is_served() {
         let document = client.get(entry["serverRelativeURL"].as_str().unwrap()).await;
         assert_eq!(document.code, 200, "{path}");
     }
+    let old = client.get("/openapi/v2").await;
+    assert_eq!((old.code, old.text("/swagger")), (200, "2.0"), "kubectl reads it before it sends a List");
     let document = client.get("/openapi/v3/api/v1").await;
     let patch = &document.body["paths"]["/api/v1/namespaces/{namespace}/pods/{name}"]["patch"];
     assert_eq!(
