@@ -25,8 +25,11 @@ use crate::{
 };
 
 const CONNECTIONS: usize = 1024;
-/// For the TLS handshake and for the head of a request.
+/// For the TLS handshake.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// For the head of a request. It also closes idle connections, so it must be longer than the pauses of periodic
+/// clients: a lease is renewed each 10 s, a status each 60 s, on a kept connection.
+const HEAD: Duration = Duration::from_secs(90);
 /// How long a shutdown waits for answers under way.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -88,7 +91,7 @@ async fn connection(
         async move { Ok::<_, Infallible>(identified(inner, user, request, closing).await) }
     });
     let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(PATIENCE);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD);
     builder
         .http2()
         .timer(TokioTimer::new())
