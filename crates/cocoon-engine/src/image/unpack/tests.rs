@@ -330,7 +330,7 @@ fn boot_files_are_the_last_regular_ones_in_the_root_or_boot() {
 #[test]
 fn an_ordinary_tar_program_is_understood() {
     let mut builder = Builder::new(Vec::new());
-    let deep = format!("{}/file", vec!["folder-with-a-long-name"; 12].join("/"));
+    let deep = format!("{}/file", ["folder-with-a-long-name"; 12].join("/"));
     let mut header = Header::new_gnu();
     header.set_size(3);
     header.set_mode(0o644);
