@@ -1,8 +1,8 @@
 //! The README's story with real guests: the same code that `cargo xtask demo` runs.
 
-mod common;
-
 use xtask::story;
+
+use crate::common;
 
 #[test]
 fn the_story_holds_from_the_first_boot_to_the_last_delete() {

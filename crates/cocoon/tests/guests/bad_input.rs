@@ -1,10 +1,8 @@
 //! Bad input gives one clear error that names object, reason and way out, and loses nothing.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{create, has_event, lab, pod, wait_failed};
+use crate::common::{create, has_event, lab, pod, wait_failed};
 use serde_json::json;
 use xtask::{lab::Lab, story};
 
@@ -114,7 +112,7 @@ fn a_taken_port_is_named_with_the_flag_that_chooses_another() {
 
 #[test]
 fn a_data_folder_of_another_version_is_refused_and_untouched() {
-    let mut lab = Lab::prepare(common::built(), &[]).expect("a namespace");
+    let mut lab = Lab::prepare(crate::common::built(), &[]).expect("a namespace");
     std::fs::create_dir_all(lab.data()).unwrap();
     std::fs::write(lab.data().join("version"), "99\n").unwrap();
     let error = format!("{:#}", lab.up().unwrap_err());
@@ -145,7 +143,7 @@ fn from_inside_a_guest_every_host_port_but_dhcp_is_closed() {
     let lab = lab();
     story::import_images(&lab).unwrap();
     create(&lab, &pod(A.0, A.1, json!({})));
-    common::wait_pod(&lab, A.0, "ready", story::is_ready);
+    crate::common::wait_pod(&lab, A.0, "ready", story::is_ready);
     let gateway = lab.kubectl(&[
         "exec",
         A.0,

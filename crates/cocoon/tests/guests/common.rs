@@ -9,18 +9,18 @@ use xtask::{
 };
 
 /// The parts, built once for a test binary.
-pub fn built() -> &'static Built {
+pub(crate) fn built() -> &'static Built {
     static BUILT: OnceLock<Built> = OnceLock::new();
     BUILT.get_or_init(|| build::everything().expect("the parts build; see the error above"))
 }
 
 /// A fresh `cocoon up`.
-pub fn lab() -> Lab {
+pub(crate) fn lab() -> Lab {
     Lab::start(built(), &[]).expect("cocoon up starts")
 }
 
 /// A pod in `default` with its right VM name and `annotations` over the usual ones; `null` removes one.
-pub fn pod(name: &str, vm: &str, annotations: Value) -> Value {
+pub(crate) fn pod(name: &str, vm: &str, annotations: Value) -> Value {
     let mut all = json!({
         "vm.cocoonstack.io/name": vm,
         "cocoonset.cocoonstack.io/managed": "true",
@@ -47,20 +47,20 @@ pub fn pod(name: &str, vm: &str, annotations: Value) -> Value {
 }
 
 /// Creates an object.
-pub fn create(lab: &Lab, object: &Value) {
+pub(crate) fn create(lab: &Lab, object: &Value) {
     let said =
         lab.kubectl_with(&["create", "-f", "-"], object.to_string().as_bytes()).expect("kubectl starts");
     assert_eq!(said.code, 0, "{}", said.stderr);
 }
 
 /// Waits until the pod satisfies `done`, and gives the pod.
-pub fn wait_pod(lab: &Lab, name: &str, what: &str, done: impl Fn(&Value) -> bool) -> Value {
+pub(crate) fn wait_pod(lab: &Lab, name: &str, what: &str, done: impl Fn(&Value) -> bool) -> Value {
     lab.wait(what, Duration::from_secs(60), || Ok(lab.pod(name)?.filter(|pod| done(pod))))
         .unwrap_or_else(|error| panic!("{error:#}; pod: {:#?}", lab.pod(name)))
 }
 
 /// Waits until the pod's lifecycle is `failed` and gives its message.
-pub fn wait_failed(lab: &Lab, name: &str) -> String {
+pub(crate) fn wait_failed(lab: &Lab, name: &str) -> String {
     let pod = wait_pod(lab, name, "lifecycle failed", |pod| {
         xtask::story::annotation(pod, "vm.cocoonstack.io/lifecycle-state") == "failed"
     });
@@ -68,7 +68,7 @@ pub fn wait_failed(lab: &Lab, name: &str) -> String {
 }
 
 /// Whether the pod has an event of `reason`.
-pub fn has_event(lab: &Lab, pod: &str, reason: &str) -> bool {
+pub(crate) fn has_event(lab: &Lab, pod: &str, reason: &str) -> bool {
     let events = lab.kubectl(&["get", "events", "-o", "json"]).expect("events");
     let events: Value = serde_json::from_str(&events).expect("JSON");
     events["items"].as_array().expect("a list").iter().any(|event| {
