@@ -1,5 +1,9 @@
 //! Images, from real archives to what a guest would mount. Needs root, skopeo, erofs-utils, qemu-utils.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "the helpers of these tests may panic, as the tests may")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "the helpers of these tests may panic, as the tests may"
+)]
 
 use std::{
     collections::BTreeSet,
