@@ -5,7 +5,7 @@
 //! server is told that the node is there before it can serve.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, TcpListener},
     sync::Arc,
     time::Duration,
@@ -233,8 +233,9 @@ async fn poll(context: &Arc<Context>, health: &Health, shutdown: CancellationTok
 }
 
 fn tell(context: &Context, vms: &[VmView], asked: tokio::time::Instant) {
+    let by_name: BTreeMap<&str, &VmView> = vms.iter().map(|vm| (vm.name.as_str(), vm)).collect();
     for (name, inbox) in context.directory.owners() {
-        let vm = vms.iter().find(|vm| vm.name == name).cloned();
+        let vm = by_name.get(name.as_str()).map(|vm| (*vm).clone());
         inbox.listed(Listed { vm, asked });
     }
 }

@@ -35,6 +35,8 @@ pub mod sizes;
 pub mod status;
 pub mod view;
 pub mod wish;
+#[cfg(test)]
+mod wish_tests;
 
 pub use agent::{Node, NodeError};
 pub use config::NodeConfig;

@@ -11,7 +11,7 @@ use http::{HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Empty};
 use hyper::{body::Incoming, upgrade::Upgraded};
 use hyper_util::rt::TokioIo;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_tungstenite::{
     WebSocketStream,
     tungstenite::{
@@ -74,7 +74,12 @@ impl Order {
     }
 }
 
-pub(super) fn serve(context: &Arc<Context>, seat: Seat, request: Request<Incoming>) -> Response<Body> {
+pub(super) fn serve(
+    context: &Arc<Context>,
+    seat: Seat,
+    request: Request<Incoming>,
+    permit: OwnedSemaphorePermit,
+) -> Response<Body> {
     let order = match Order::read(&Query::parse(request.uri().query().unwrap_or_default())) {
         Ok(order) => order,
         Err(why) => return text(StatusCode::BAD_REQUEST, why),
@@ -97,6 +102,7 @@ pub(super) fn serve(context: &Arc<Context>, seat: Seat, request: Request<Incomin
                     () = shutdown.cancelled() => {}
                     () = task => {}
                 }
+                drop(permit);
             });
             *response
         }

@@ -34,6 +34,7 @@ use crate::{
 };
 
 const CONNECTIONS: usize = 512;
+const EXECS: usize = 512;
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// A body of this server.
@@ -44,6 +45,8 @@ pub(crate) type Body = UnsyncBoxBody<Bytes, Infallible>;
 pub struct Server {
     context: Arc<Context>,
     table: Arc<PodTable>,
+    /// Execs outlive their connection's request, so they are counted apart.
+    execs: Arc<Semaphore>,
 }
 
 /// A plain text answer.
@@ -61,8 +64,8 @@ pub(crate) fn text(status: StatusCode, text: impl Into<String>) -> Response<Body
 impl Server {
     /// A server that answers for these owners and pods.
     #[must_use]
-    pub const fn new(context: Arc<Context>, table: Arc<PodTable>) -> Self {
-        Self { context, table }
+    pub fn new(context: Arc<Context>, table: Arc<PodTable>) -> Self {
+        Self { context, table, execs: Arc::new(Semaphore::new(EXECS)) }
     }
 
     /// Serves until `shutdown`. An error: the port cannot be used.
@@ -148,7 +151,13 @@ impl Server {
                 if reading || request.method() == Method::POST =>
             {
                 match self.seat(namespace, pod, container) {
-                    Ok(seat) => exec::serve(&self.context, seat, request),
+                    Ok(seat) => match Arc::clone(&self.execs).try_acquire_owned() {
+                        Ok(permit) => exec::serve(&self.context, seat, request, permit),
+                        Err(_) => text(
+                            StatusCode::SERVICE_UNAVAILABLE,
+                            "too many commands run at once; try again later",
+                        ),
+                    },
                     Err(refusal) => *refusal,
                 }
             }

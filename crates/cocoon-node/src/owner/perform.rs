@@ -170,7 +170,16 @@ async fn pull_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Tro
         return Ok(Found::Snapshot(None));
     };
     let pulled = registry(context)?.pull(&source.repository, &source.reference, &source.local).await;
-    named(pulled.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::SnapshotNotFound)
+    named(pulled.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::SnapshotNotFound).map_err(
+        |mut trouble| {
+            if trouble.reason == Reason::SnapshotNotFound {
+                trouble.message.push_str(
+                    "; set the pod's image to a snapshot that is there, or its mode to run to boot an image",
+                );
+            }
+            trouble
+        },
+    )
 }
 
 async fn pull_import(context: &Arc<Context>, vm: &str, digest: &str) -> Result<Found, Trouble> {

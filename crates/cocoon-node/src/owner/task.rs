@@ -1,6 +1,6 @@
 //! The owner's loop.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
@@ -45,8 +45,14 @@ pub(super) struct Owner {
     touched: Instant,
     probe: Option<ProbeTask>,
     seat: Option<(PodKey, String)>,
-    bystanders: std::collections::BTreeMap<String, View>,
+    bystanders: BTreeMap<String, View>,
+    /// Steps since the last rest: a fuse against a planner that turns in circles (I9).
+    steps: u32,
 }
+
+/// The longest lifecycle has some thirty steps.
+const STEPS_WITHOUT_REST: u32 = 200;
+const SLOWED_DOWN: Duration = Duration::from_secs(1);
 
 impl Owner {
     pub(super) fn new(
@@ -71,7 +77,8 @@ impl Owner {
             touched: now,
             probe: None,
             seat: None,
-            bystanders: std::collections::BTreeMap::new(),
+            bystanders: BTreeMap::new(),
+            steps: 0,
         }
     }
 
@@ -84,6 +91,11 @@ impl Owner {
         }
         while !shutdown.is_cancelled() {
             self.look_around().await;
+            self.steps += 1;
+            if self.steps > STEPS_WITHOUT_REST {
+                tracing::error!(vm = self.vm_name, "the planner does not come to rest; it is slowed down");
+                tokio::time::sleep(SLOWED_DOWN).await;
+            }
             let step = plan(&self.o);
             tracing::trace!(vm = self.vm_name, ?step, "next step");
             match step {
@@ -399,6 +411,11 @@ impl Owner {
                 Phase::Up | Phase::RollingBack { .. }
             )
         );
+        if self.o.record.as_ref().is_some_and(|before| record.restarts > before.restarts) {
+            let message =
+                format!("the process of VM {} died; it was started again from its disk", self.vm_name);
+            self.tell(Tone::Warning, &Trouble::new(Reason::VMRestarted, message));
+        }
         self.inbox.set_record(Some(record));
         self.o.record = Some(record.clone());
         if entered
@@ -486,6 +503,7 @@ impl Owner {
     }
 
     async fn sleep(&mut self, limit: Option<Duration>) {
+        self.steps = 0;
         let now = self.context.world.instant();
         let limit = limit.map(|limit| now + limit);
         let until = [self.retry.pending(now), limit].into_iter().flatten().min();

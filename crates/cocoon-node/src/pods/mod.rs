@@ -5,6 +5,8 @@
 
 pub mod router;
 pub mod table;
+#[cfg(test)]
+mod tests;
 
 use std::{sync::Arc, time::Duration};
 
