@@ -1,0 +1,282 @@
+//! Rows of a VM that is up, of hibernation and its rollback.
+
+use super::*;
+
+#[test]
+fn a_vm_that_is_up() {
+    let with = |change: fn(&mut OwnerRecord)| {
+        let mut record = up();
+        change(&mut record);
+        Observation { record: Some(record), ..living() }
+    };
+    let woken = |o: Observation| {
+        let mut record = o.record.clone().unwrap();
+        (record.woken_from, record.woken_ready) = (Some(saved("S")), false);
+        Observation { record: Some(record), reach: Reach::default(), ..o }
+    };
+    let asked = || Observation { baseline_wanted: true, ..living() };
+    check(vec![
+        ("is left alone", living(), "rest"),
+        (
+            "and paused by a capture that was cut off goes on",
+            Observation { vm: vm(VmPhase::Paused), ..living() },
+            "resume",
+        ),
+        (
+            "and whose process died is started, once noted",
+            Observation { vm: vm(VmPhase::Stopped), ..living() },
+            "note restart",
+        ),
+        (
+            "and whose restart was noted is started",
+            Observation { vm: vm(VmPhase::Stopped), ..with(|r| r.restart_pending = true) },
+            "start",
+        ),
+        (
+            "and that cannot be started is lost",
+            Observation { vm: vm(VmPhase::Stopped), failures: 1, ..with(|r| r.restart_pending = true) },
+            "note lost RestartFailed",
+        ),
+        (
+            "and that dies again within 30 s is lost, its disk kept",
+            Observation {
+                vm: vm(VmPhase::Stopped),
+                ..with(|r| r.last_restart = Some(Timestamp::from_second(9_980).unwrap()))
+            },
+            "note lost RestartCooldown",
+        ),
+        ("and vanished is lost", Observation { vm: Seen::Known(None), ..living() }, "note lost VMGone"),
+        (
+            "and vanished before its wake reached ready is woken again",
+            woken(Observation { vm: Seen::Known(None), tag: tag("S"), ..living() }),
+            "note creating S",
+        ),
+        (
+            "is not lost while the engine gives no answer",
+            Observation { vm: Seen::Failed(trouble(Reason::EngineUnavailable)), ..living() },
+            "fail EngineUnavailable",
+        ),
+        (
+            "and is asked to hibernate begins to",
+            wishing(living(), |wish| wish.hibernate = true),
+            "note hibernating - -",
+        ),
+        (
+            "and is a macOS guest is not hibernated",
+            wishing(living(), |wish| (wish.hibernate, wish.macos) = (true, true)),
+            "fail HibernateUnsupported",
+        ),
+        ("gives the baseline it has", Observation { baseline: snapshot(FORK, "B"), ..asked() }, "answer yes"),
+        ("takes one when it has none", asked(), "savebaseline"),
+        (
+            "drops the import it was woken from",
+            Observation { import: snapshot(IMPORT, "S"), ..with(|r| r.import_left = true) },
+            &format!("drop {IMPORT}"),
+        ),
+    ]);
+}
+
+#[test]
+fn a_hibernation() {
+    let o = |record: Option<OwnerRecord>, phase: VmPhase| {
+        wishing(Observation { record, vm: vm(phase), ..living() }, |wish| wish.hibernate = true)
+    };
+    let unwished = |o: Observation| wishing(o, |wish| wish.hibernate = false);
+    let removed =
+        |record: Option<OwnerRecord>| Observation { vm: Seen::Known(None), ..o(record, VmPhase::Paused) };
+    use VmPhase::{Paused, Running, Stopped};
+    check(vec![
+        ("captures", o(hibernating(None, None), Running), "capture"),
+        ("is called off before the capture", unwished(o(hibernating(None, None), Running)), "note up"),
+        (
+            "notes a capture that it made itself",
+            Observation { captured_now: Some("S".into()), ..o(hibernating(None, None), Paused) },
+            "note hibernating S -",
+        ),
+        ("lets a guest go on whose capture nobody knows", o(hibernating(None, None), Paused), "resume"),
+        ("pushes the capture", o(hibernating(Some("S"), None), Paused), "push S as hibernate"),
+        (
+            "notes the push only when the tag is seen to hold the capture",
+            Observation { tag: tag("S"), ..o(hibernating(Some("S"), None), Paused) },
+            "note hibernating S S",
+        ),
+        (
+            "is not deceived by an older tag",
+            Observation { tag: tag("old"), ..o(hibernating(Some("S"), None), Paused) },
+            "push S as hibernate",
+        ),
+        (
+            "lets the guest go on when the push failed",
+            Observation {
+                trouble: Some(trouble(Reason::HibernatePushFailed)),
+                ..o(hibernating(Some("S"), None), Paused)
+            },
+            "resume",
+        ),
+        (
+            "lets the guest go on when the pause was too long",
+            Observation {
+                now: Timestamp::from_second(10_121).unwrap(),
+                ..o(hibernating(Some("S"), None), Paused)
+            },
+            "resume",
+        ),
+        (
+            "lets the guest go on when it is called off",
+            unwished(o(hibernating(Some("S"), None), Paused)),
+            "resume",
+        ),
+        (
+            "forgets a capture after which the guest ran",
+            o(hibernating(Some("S"), None), Running),
+            "note hibernating - -",
+        ),
+        (
+            "shows the pod without id before it removes",
+            Observation { published: false, ..o(hibernating(Some("S"), Some("S")), Paused) },
+            "wait",
+        ),
+        (
+            "does not wait for the API for ever",
+            Observation {
+                published: false,
+                unpublished_for: PUBLISH_WAIT,
+                ..o(hibernating(Some("S"), Some("S")), Paused)
+            },
+            "remove",
+        ),
+        ("removes the VM", o(hibernating(Some("S"), Some("S")), Paused), "remove"),
+        (
+            "takes the push back when remove failed and the VM is there",
+            Observation {
+                trouble: Some(trouble(Reason::HibernateRemoveFailed)),
+                ..o(hibernating(Some("S"), Some("S")), Paused)
+            },
+            "note rolling back",
+        ),
+        (
+            "takes the push back when it is called off",
+            unwished(o(hibernating(Some("S"), Some("S")), Paused)),
+            "note rolling back",
+        ),
+        (
+            "of a VM whose process died ends with what was captured",
+            o(hibernating(Some("S"), None), Stopped),
+            "push S as hibernate",
+        ),
+        (
+            "of a VM whose process died before the capture starts it first",
+            o(hibernating(None, None), Stopped),
+            "note up",
+        ),
+        (
+            "is done when the VM is gone and the tag holds this round's capture",
+            Observation { tag: tag("S"), ..removed(hibernating(Some("S"), Some("S"))) },
+            "note hibernated S",
+        ),
+        (
+            "pushes the local copy when the VM is gone and the tag is not there",
+            Observation { saved: snapshot(VM, "S"), ..removed(hibernating(Some("S"), None)) },
+            "push S as hibernate",
+        ),
+        (
+            "says so loudly when neither is there",
+            removed(hibernating(Some("S"), Some("S"))),
+            "note lost HibernateEvidenceMissing",
+        ),
+        (
+            "is a loss when the VM was gone before the capture",
+            removed(hibernating(None, None)),
+            "note lost VMGone",
+        ),
+        (
+            "does not believe a registry that gives no answer",
+            Observation {
+                tag: Seen::Failed(trouble(Reason::HibernateEvidenceUnavailable)),
+                ..removed(hibernating(Some("S"), Some("S")))
+            },
+            "fail HibernateEvidenceUnavailable",
+        ),
+        (
+            "guards the tag with what this owner last wrote",
+            o(hibernating(Some("S"), None), Paused),
+            "push S as hibernate",
+        ),
+    ]);
+    let Step::PushHibernate(request) = plan(&o(hibernating(Some("S"), None), Paused)) else {
+        panic!("a push")
+    };
+    assert_eq!(request.guard, Guard::AbsentOr(Vec::new()));
+}
+
+#[test]
+fn a_rollback_and_a_hibernated_pod() {
+    let back = |phase| Observation {
+        record: at(Phase::RollingBack { pushed: saved("S") }),
+        vm: vm(phase),
+        ..living()
+    };
+    let slept = || {
+        let record = at(Phase::Hibernated { saved: saved("S") });
+        let o = Observation { record, released: true, vm: Seen::Known(None), tag: tag("S"), ..blank() };
+        wishing(o, |wish| wish.hibernate = true)
+    };
+    use VmPhase::{Paused, Running};
+    check(vec![
+        ("the tag of this attempt goes first", Observation { tag: tag("S"), ..back(Paused) }, "drop tag S"),
+        (
+            "a tag that somebody else moved is left alone",
+            Observation { tag: tag("other"), ..back(Paused) },
+            "resume",
+        ),
+        (
+            "id and address are shown before the guest goes on",
+            Observation { published: false, ..back(Paused) },
+            "wait",
+        ),
+        ("then the guest goes on", back(Paused), "resume"),
+        ("then it is up", back(Running), "note up"),
+        (
+            "a VM that was removed after all is success",
+            Observation { vm: Seen::Known(None), ..back(Paused) },
+            "note hibernating S S",
+        ),
+        ("a hibernated pod rests", slept(), "rest"),
+        ("its leases are given back", Observation { released: false, ..slept() }, "releaseleases"),
+        (
+            "its evidence is looked at after a restart",
+            Observation { tag: Seen::Unknown, ..slept() },
+            "look Tag",
+        ),
+        (
+            "a tag that vanished is put back from the local copy",
+            Observation { tag: Seen::Known(None), saved: snapshot(VM, "S"), ..slept() },
+            "push S as hibernate",
+        ),
+        (
+            "or the loss is said loudly and nothing boots",
+            Observation { tag: Seen::Known(None), ..slept() },
+            "fail HibernateEvidenceMissing",
+        ),
+        ("no longer wished, it wakes", wishing(slept(), |wish| wish.hibernate = false), "note creating S"),
+        ("forks of it are refused", Observation { baseline_wanted: true, ..slept() }, "answer no"),
+        (
+            "a VM that somebody started by hand is taken",
+            Observation { vm: vm(Running), ..slept() },
+            "note up",
+        ),
+    ]);
+}
+
+#[test]
+fn while_a_retry_is_not_due_only_safety_is_brought_back() {
+    let soft = |o: Observation| Observation { cooling: Cooling::Soft, ..o };
+    let hard = |o: Observation| Observation { cooling: Cooling::Hard, ..o };
+    let paused = || Observation { vm: vm(VmPhase::Paused), ..living() };
+    check(vec![
+        ("no boot", soft(Observation { record: at(Phase::Creating { restore: None }), ..blank() }), "rest"),
+        ("no second failure", soft(wishing(blank(), |wish| wish.restore_marked = true)), "rest"),
+        ("a paused guest goes on", soft(paused()), "resume"),
+        ("not even that after it failed itself", hard(paused()), "rest"),
+    ]);
+}
