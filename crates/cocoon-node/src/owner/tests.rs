@@ -556,3 +556,37 @@ async fn a_kill_at_any_effect_leads_to_the_same_end() {
     }
     assert!(killed > 25, "only {killed} effects were cut off");
 }
+
+/// Without a registry: create, hibernate, wake, hibernate again; killed at the n-th effect. Returns how
+/// many effects there were.
+async fn story_without_registry(kill: u32) -> u32 {
+    let mut stage = Stage::new(false).await;
+    stage.fake.world().kill_after = Some(kill);
+    let vm = vm_of("demo-0");
+    stage.apply(pod("demo-0", "u1", &[]));
+    stage = reach(stage, |stage| stage.lifecycle("u1") == "ready").await;
+    for _ in 0..2 {
+        stage.fake.live();
+        let before = state_of(&stage, &vm);
+        stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+        stage = reach(stage, |stage| stage.lifecycle("u1") == "hibernated").await;
+        assert!(stage.fake.world().vms.is_empty());
+        assert!(stage.fake.world().snapshots[&vm].state >= before, "killed at effect {kill}");
+        stage.annotate("u1", &[(HIBERNATE, None)]);
+        stage = reach(stage, |stage| stage.lifecycle("u1") == "ready").await;
+        assert!(state_of(&stage, &vm) >= before, "killed at effect {kill}");
+    }
+    stage.assert_sound();
+    let left = stage.fake.world().kill_after.unwrap_or_default();
+    kill - left
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_registry_a_kill_at_any_effect_loses_nothing_either() {
+    for n in 1.. {
+        if story_without_registry(n).await < n {
+            assert!(n > 15, "only {n} effects were cut off");
+            return;
+        }
+    }
+}
