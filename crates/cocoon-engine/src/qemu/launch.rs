@@ -19,7 +19,7 @@ use std::{
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::{
-    command::{DiskWiring, GUEST_PORTS, NicWiring, Wiring, arguments},
+    command::{BootWiring, DiskWiring, GUEST_PORTS, NicWiring, Wiring, arguments},
     machine::Machine,
     memory::FileId,
 };
@@ -28,6 +28,7 @@ use crate::{
     error::Fault,
     paths::{LogFolder, RunFolder, listen, named, open_read},
     process::Process,
+    records::BootRecord,
     sys::{self, Confinement},
 };
 
@@ -56,12 +57,8 @@ pub(crate) struct Plan {
     pub(crate) id: String,
     /// Unprivileged user and group.
     pub(crate) uid: u32,
-    /// Kernel.
-    pub(crate) kernel: PathBuf,
-    /// Initrd.
-    pub(crate) initrd: PathBuf,
-    /// Kernel command line.
-    pub(crate) cmdline: String,
+    /// Kernel and initrd; without them QEMU waits for device state.
+    pub(crate) boot: Option<BootRecord>,
     /// erofs files, lowest first.
     pub(crate) layers: Vec<PathBuf>,
     /// The writable disk's files, top first.
@@ -70,8 +67,6 @@ pub(crate) struct Plan {
     pub(crate) nics: Vec<(Option<OwnedFd>, String)>,
     /// Memory.
     pub(crate) ram: RamSource,
-    /// Wait for device state instead of booting.
-    pub(crate) incoming: bool,
 }
 
 /// A started QEMU.
@@ -123,9 +118,7 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
     let wiring = Wiring {
         name: plan.name,
         ram: ram_fd,
-        kernel: kept.keep(boot_file(run, &plan.kernel)?),
-        initrd: kept.keep(boot_file(run, &plan.initrd)?),
-        cmdline: plan.cmdline,
+        boot: plan.boot.map(|boot| wire_boot(&mut kept, run, boot)).transpose()?,
         console: kept.keep(File::options().create(true).append(true).mode(0o600).open(log.console())?),
         monitors: [kept.keep(listen(&run.ctl())?), kept.keep(listen(&run.events())?)],
         ports: ports(&mut kept, run)?,
@@ -136,7 +129,6 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
             .into_iter()
             .map(|(tap, mac)| NicWiring { tap: tap.map(|tap| kept.keep(tap)), mac })
             .collect(),
-        incoming: plan.incoming,
     };
     command.args(arguments(&plan.machine, &wiring));
     let pid_file =
@@ -194,6 +186,14 @@ fn library(shim: &[u8]) -> io::Result<File> {
         }
     };
     kept.insert(library).try_clone()
+}
+
+fn wire_boot(kept: &mut Kept, run: &RunFolder, boot: BootRecord) -> io::Result<BootWiring> {
+    Ok(BootWiring {
+        kernel: kept.keep(boot_file(run, &boot.kernel)?),
+        initrd: kept.keep(boot_file(run, &boot.initrd)?),
+        cmdline: boot.cmdline,
+    })
 }
 
 /// QEMU opens kernel and initrd a second time, as its unprivileged user; a file that others may not

@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn edited(edit: impl FnOnce(&mut serde_json::Value)) -> Result<Description, DescriptionError> {
-        let mut value = serde_json::to_value(sample()).unwrap();
+        let mut value = serde_json::to_value(sample())?;
         edit(&mut value);
         Description::parse(value.to_string().as_bytes())
     }
@@ -190,7 +190,8 @@ mod tests {
 
     #[test]
     fn each_difference_names_both_sides() {
-        let table: [(fn(&mut Description), &str, &str); 5] = [
+        type Edit = fn(&mut Description);
+        let table: [(Edit, &str, &str); 5] = [
             (|d| d.format = 9, "format 9", "format 1"),
             (|d| d.qemu_version = "9.1.0".into(), "QEMU 9.1", "QEMU 7.2"),
             (|d| d.machine.machine_type = "pc-q35-9.1".into(), "machine pc-q35-9.1", "machine pc-q35-7.2"),

@@ -143,14 +143,11 @@ pub(crate) async fn launched(
         name: name.clone(),
         id: record.vm.id.clone(),
         uid: record.uid(),
-        kernel: record.boot.kernel.clone(),
-        initrd: record.boot.initrd.clone(),
-        cmdline: record.boot.cmdline.clone(),
+        boot: (!incoming).then(|| record.boot.clone()),
         layers: record.layers.clone(),
         cow: record.cow.clone(),
         nics,
         ram,
-        incoming,
     };
     let qemu = shared.config.qemu.clone();
     let (run, log) = (shared.run_folder(&record.vm.id), shared.log_folder(&record.vm.id));

@@ -177,7 +177,7 @@ pub(crate) fn disk_header(path: &Path) -> io::Result<qcow2::Header> {
     use std::os::unix::fs::FileExt as _;
     let file = open_read(path)?;
     let length = file.metadata()?.len();
-    let mut bytes = vec![0; qcow2::HEADER];
+    let mut bytes = [0; qcow2::HEADER];
     let take = usize::try_from(length).unwrap_or(qcow2::HEADER).min(qcow2::HEADER);
     let head = bytes.get_mut(..take).unwrap_or_default();
     file.read_exact_at(head, 0).map_err(|error| named(path, &error))?;
@@ -334,7 +334,7 @@ async fn tell(
     shared.world.random(&mut machine);
     let identity = Identity {
         macs: record.vm.network_configs.iter().map(|nic| nic.mac.clone()).collect(),
-        hostname: record.vm.config.name.clone(),
+        hostname: if record.identity_is_new { record.vm.config.name.clone() } else { String::new() },
         machine_id: if record.identity_is_new { hex::encode(machine) } else { String::new() },
         entropy: base64::engine::general_purpose::STANDARD.encode(entropy),
         renew_dhcp: !record.vm.network_configs.is_empty(),
