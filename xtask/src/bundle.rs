@@ -37,10 +37,19 @@ const MODULES: [&str; 9] = [
 pub fn run() -> Result<PathBuf> {
     let root = crate::root();
     let bundle = root.join("target/bundle");
-    let kernel = kernel_package()?;
-    let stamp = format!("recipe {RECIPE}\n{}\n{}\n", candidate(&kernel)?, candidate(BUSYBOX)?);
     let stamp_path = bundle.join("stamp");
-    if fs::read_to_string(&stamp_path).is_ok_and(|old| old == stamp) {
+    let old =
+        fs::read_to_string(&stamp_path).ok().filter(|old| old.starts_with(&format!("recipe {RECIPE}\n")));
+    let (kernel, stamp) = match wanted() {
+        Ok(wanted) => wanted,
+        // A machine whose package lists were cleaned away: what is here is good enough.
+        Err(_) if old.is_some() => return Ok(bundle),
+        Err(_) => {
+            crate::host::apt_update()?;
+            wanted()?
+        }
+    };
+    if old.is_some_and(|old| old == stamp) {
         eprintln!("bundle: up to date ({})", bundle.display());
         return Ok(bundle);
     }
@@ -52,6 +61,13 @@ pub fn run() -> Result<PathBuf> {
     remove_dir(&work)?;
     eprintln!("bundle: made {}", bundle.display());
     Ok(bundle)
+}
+
+/// The kernel's package, and what the bundle is made of.
+fn wanted() -> Result<(String, String)> {
+    let kernel = kernel_package()?;
+    let stamp = format!("recipe {RECIPE}\n{}\n{}\n", candidate(&kernel)?, candidate(BUSYBOX)?);
+    Ok((kernel, stamp))
 }
 
 fn make(kernel: &str, work: &Path, bundle: &Path) -> Result<()> {
@@ -100,12 +116,13 @@ fn fetch(package: &str, work: &Path, tree: &Path) -> Result<()> {
     // apt gives up root for the download, and then needs a folder that others may write to.
     let download = work.join(package);
     fs::create_dir_all(&download)?;
-    checked(
-        Command::new("apt-get")
-            .args(["-q", "-o", "APT::Sandbox::User=root", "download", package])
-            .current_dir(&download)
-            .stdout(Stdio::null()),
-    )?;
+    let get = || {
+        let mut command = Command::new("apt-get");
+        command.args(["-q", "-o", "APT::Sandbox::User=root", "download", package]);
+        checked(command.current_dir(&download).stdout(Stdio::null()))
+    };
+    // Lists that are too old name versions that are gone.
+    get().or_else(|_| crate::host::apt_update().and_then(|()| get()))?;
     let file = download.join(single(&download)?);
     checked(Command::new("dpkg-deb").arg("-x").arg(file).arg(tree))
 }

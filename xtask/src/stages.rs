@@ -136,7 +136,10 @@ fn release() -> anyhow::Result<()> {
 }
 
 fn guests() -> anyhow::Result<()> {
-    ensure!(host::is_root(), "the tests with guests need root; type: sudo -E cargo xtask test");
+    ensure!(
+        host::is_root(),
+        "the tests with guests need root; type: sudo env \"PATH=$PATH\" cargo xtask test"
+    );
     build::everything()?;
     // The programs under test are those that `build` made; the tests only drive them.
     host::shown(&mut cargo(&["test", "-p", "cocoon-engine", "--test", "guests", "--", "--test-threads=1"]))?;

@@ -49,6 +49,11 @@ impl Credentials {
         })
     }
 
+    /// The authority's certificate, PEM.
+    pub(super) fn authority(&self) -> &str {
+        &self.authority
+    }
+
     /// Writes a kubeconfig for the administrator, 0600.
     pub(super) fn write_kubeconfig(&self, path: &Path, api: SocketAddr) -> anyhow::Result<()> {
         let encoded = |text: &str| STANDARD.encode(text);

@@ -11,7 +11,7 @@ mod network;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -33,6 +33,7 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     time::Instant,
 };
+use tokio_util::sync::CancellationToken;
 
 use crate::cli::settings::found;
 use credentials::{Credentials, KUBELET_CLIENT};
@@ -96,38 +97,49 @@ pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
     let begun = Instant::now();
     host::check(&args.qemu, &args.boot_bundle)?;
     let folder = DataFolder::open(&args.data_dir)?;
-    let api = bind(args.listen, "--listen").await?;
-    let kubelet = bind(args.kubelet_listen, "--kubelet-listen").await?;
+    let (api, kubelet) =
+        (bind(args.listen, "--listen").await?, bind(args.kubelet_listen, "--kubelet-listen").await?);
     let node_name = args.node_name.clone().unwrap_or_else(host::name);
     let credentials = Credentials::load(&folder.join("pki"), &node_name)?;
     let network = network::config(&args.bridge, args.subnet, &args.dns, &folder.join("net"))?;
-    network::ensure(&network).await?;
     let world: Arc<dyn World> = Arc::new(RealWorld);
-    let engine = Engine::open(engine_config(args, &folder, &network), Arc::clone(&world)).await?;
+    let registry = Arc::new(open_registry(&folder)?);
     let plane = open_plane(&folder, &credentials, &world).await?;
+    let engine = Engine::open(engine_config(args, &folder, &network), Arc::clone(&world)).await?;
+    // Everything that may refuse has been asked; from here on the host is changed.
+    network::ensure(&network).await?;
 
     let tasks = Tasks::new();
     let kubeconfig = folder.join("kubeconfig");
     credentials.write_kubeconfig(&kubeconfig, api.local_addr()?)?;
     serve_plane(&tasks, &plane, api, &credentials).await;
-    let registry: Arc<dyn Registry> = Arc::new(open_registry(&folder)?);
-    start_operator(&tasks, &plane, Arc::clone(&registry), &world).await;
-    let config = node_config(args, &node_name, &kubelet, &credentials)?;
+    start_operator(&tasks, &plane, &registry, &world).await;
     let client = client(&plane, node_user(&node_name));
     let ports = cocoon_node::ports::real::ports(engine.clone(), registry, &network, &folder.join("node.db"))
         .context("opening the node's records")?;
-    let node = Node::new(config, client.clone(), ports, Arc::clone(&world));
-    let token = tasks.token();
-    let kubelet = kubelet.into_std().context("kubelet port")?;
+    let node =
+        Node::new(node_config(args, &node_name, &kubelet, &credentials)?, client.clone(), ports, world);
+    let (token, kubelet) = (tasks.token(), kubelet.into_std().context("kubelet port")?);
     tasks.spawn("node", Kind::Vital, async move { Ok(node.run(kubelet, token).await?) }).await;
 
-    wait_for_node(&client, &node_name, &tasks).await?;
+    let served = serve(&client, &node_name, &tasks, &kubeconfig, begun).await;
+    tasks.shutdown(Duration::from_secs(30)).await;
+    let left = leave(&engine, &network).await;
+    served.and(left)
+}
+
+/// Says when everything is ready, then waits for the end.
+async fn serve(
+    client: &kube::Client,
+    node: &str,
+    tasks: &Tasks,
+    kubeconfig: &Path,
+    begun: Instant,
+) -> anyhow::Result<()> {
+    wait_for_node(client, node, tasks).await?;
     println!("export KUBECONFIG={}", kubeconfig.display());
     println!("ready in {:.2} s", begun.elapsed().as_secs_f64());
-    let failure = until_the_end(&tasks).await?;
-    tasks.shutdown(Duration::from_secs(20)).await;
-    leave(&engine, &network).await?;
-    failure.map_or(Ok(()), |failure| bail!(failure))
+    until_the_end(tasks).await?.map_or(Ok(()), |failure| bail!(failure))
 }
 
 async fn bind(address: SocketAddr, flag: &str) -> anyhow::Result<TcpListener> {
@@ -169,6 +181,8 @@ async fn serve_plane(tasks: &Tasks, plane: &Plane, listener: TcpListener, creden
     let (server, tls, token) = (plane.clone(), Arc::clone(&credentials.api), tasks.token());
     let serve = async move { server.serve(listener, tls, token).await.context("the Kubernetes API's port") };
     tasks.spawn("api", Kind::Vital, serve).await;
+    // Before the controllers: they put it into each namespace.
+    plane.publish_authority(credentials.authority());
     let (controllers, token) = (plane.clone(), tasks.token());
     let controllers = async move {
         controllers.run_controllers(token).await;
@@ -189,14 +203,36 @@ fn open_registry(folder: &DataFolder) -> anyhow::Result<OciLayout> {
     OciLayout::open(&path).with_context(|| format!("opening the registry folder {}", path.display()))
 }
 
-async fn start_operator(tasks: &Tasks, plane: &Plane, registry: Arc<dyn Registry>, world: &Arc<dyn World>) {
+/// Rules over all pods, and the registry folder's housekeeping.
+async fn start_operator(tasks: &Tasks, plane: &Plane, registry: &Arc<OciLayout>, world: &Arc<dyn World>) {
     let operator = User { name: "system:cocoon-operator".into(), groups: vec!["system:masters".into()] };
     let (client, world, token) = (client(plane, operator), Arc::clone(world), tasks.token());
+    let tags: Arc<dyn Registry> = registry.clone();
     let rule = async move {
-        cocoon_operator::hibernate_tags::run(client, registry, world, token).await;
+        cocoon_operator::hibernate_tags::run(client, tags, world, token).await;
         Ok(())
     };
     tasks.spawn("hibernate-tags", Kind::Vital, rule).await;
+    let (layout, token) = (Arc::clone(registry), tasks.token());
+    tasks.spawn("registry-collector", Kind::Vital, collect_blobs(layout, token)).await;
+}
+
+/// Removes blobs that no tag needs, at the start and once an hour; younger ones may belong to a push.
+async fn collect_blobs(layout: Arc<OciLayout>, ended: CancellationToken) -> anyhow::Result<()> {
+    const EVERY: Duration = Duration::from_secs(3600);
+    loop {
+        match layout.collect(EVERY).await {
+            Ok(removed) => tracing::debug!(?removed, "registry folder collected"),
+            Err(error) => {
+                tracing::warn!(%error, "the registry folder could not be collected; it is tried again")
+            }
+        }
+        tokio::select! {
+            biased;
+            () = ended.cancelled() => return Ok(()),
+            () = tokio::time::sleep(EVERY) => {}
+        }
+    }
 }
 
 fn node_user(node: &str) -> User {
