@@ -177,4 +177,15 @@ impl Registry for Memory {
         }
         Ok(())
     }
+
+    async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
+        self.ready([repository, tag])?;
+        let mut state = self.state();
+        let key = key(repository, tag);
+        let ours = state.manifests.get(&key).is_some_and(|manifest| manifest.digest == digest);
+        if ours {
+            state.manifests.remove(&key);
+        }
+        Ok(ours)
+    }
 }

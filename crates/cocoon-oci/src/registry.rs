@@ -9,6 +9,8 @@ use bytes::Bytes;
 use thiserror::Error;
 use tokio::io::AsyncRead;
 
+use crate::reference::is_tag;
+
 /// Why a registry did not do what was asked. "Not there" is never an error here: it is `None` or `false`.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -101,4 +103,17 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
     ) -> Result<Option<Manifest>, RegistryError>;
     /// Deletes a tag or a digest; not there is success.
     async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError>;
+    /// Deletes a tag if it points to `digest`; says whether it did. A tag that points elsewhere or is not
+    /// there stays as it is. This default looks and then deletes, for registries without such a request: a
+    /// push between the two is lost. Implementations that can do it in one step override it.
+    async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
+        if !is_tag(tag) {
+            return Err(RegistryError::InvalidName(tag.to_owned()));
+        }
+        let now = self.get_manifest(repository, tag).await?;
+        if now.is_none_or(|now| now.digest != digest) {
+            return Ok(false);
+        }
+        self.delete_manifest(repository, tag).await.map(|()| true)
+    }
 }

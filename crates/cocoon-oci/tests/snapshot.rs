@@ -8,6 +8,7 @@
 )]
 
 use std::{
+    collections::BTreeMap,
     fs::File,
     io::{Seek as _, SeekFrom, Write as _},
     os::unix::fs::{MetadataExt as _, PermissionsExt as _},
@@ -21,7 +22,7 @@ use cocoon_oci::{
     memory::Memory,
     registry::{Registry, RegistryError},
     snapshot::{
-        Envelope, PullError, PullOptions, PushError, PushOptions, SourceFile, TagGuard, consume, pull,
+        Envelope, Facts, PullError, PullOptions, PushError, PushOptions, SourceFile, TagGuard, consume, pull,
         pull_with, push, read,
     },
 };
@@ -206,10 +207,17 @@ fn callers_may_spawn_a_push_and_a_pull() {
     }
     let registry: &dyn Registry = &Memory::new();
     let (envelope, options, folder) = (envelope("s"), small(), Path::new("/nowhere"));
+    let facts = Facts {
+        digest: String::new(),
+        snapshot_id: String::new(),
+        base_image: String::new(),
+        hypervisor: String::new(),
+        annotations: BTreeMap::new(),
+    };
     sendable(push(registry, VM, "latest", &envelope, &[], &options));
     sendable(pull(registry, VM, "latest", folder));
     sendable(read(registry, VM, "latest"));
-    sendable(consume(registry, VM, "latest", "s"));
+    sendable(consume(registry, VM, "latest", &facts));
     sendable(cocoon_oci::stream::push_stream(registry, VM, "latest", &b""[..], &options));
     sendable(cocoon_oci::cloudimg::open(registry, VM, "latest"));
 }
@@ -219,13 +227,48 @@ async fn a_consumed_tag_reads_as_absent_and_may_be_overwritten() {
     let folder = tempfile::tempdir().unwrap();
     let registry = NoDelete(OciLayout::open(folder.path()).unwrap());
     pushed(&registry, "hibernate", "one", &small()).await.unwrap();
-    consume(&registry, VM, "hibernate", "one").await.unwrap();
+    let facts = read(&registry, VM, "hibernate").await.unwrap().unwrap();
+    assert!(consume(&registry, VM, "hibernate", &facts).await.unwrap());
+    assert!(!consume(&registry, VM, "hibernate", &facts).await.unwrap(), "once is enough");
     assert!(registry.get_manifest(VM, "hibernate").await.unwrap().is_some());
     assert_eq!(read(&registry, VM, "hibernate").await.unwrap(), None);
     let to = tempfile::tempdir().unwrap();
     assert!(matches!(pull(&registry, VM, "hibernate", to.path()).await, Err(PullError::NotFound(_))));
     let options = PushOptions { tag_guard: TagGuard::AbsentOr(Vec::new()), ..small() };
     pushed(&registry, "hibernate", "two", &options).await.unwrap();
+}
+
+/// Consumes what was read before the VM hibernated again, and says what the tag holds then.
+async fn consumed_too_late(registry: &dyn Registry) -> Option<String> {
+    pushed(registry, "hibernate", "one", &small()).await.unwrap();
+    let one = read(registry, VM, "hibernate").await.unwrap().unwrap();
+    pushed(registry, "hibernate", "two", &small()).await.unwrap();
+    assert!(!consume(registry, VM, "hibernate", &one).await.unwrap());
+    read(registry, VM, "hibernate").await.unwrap().map(|facts| facts.snapshot_id)
+}
+
+#[tokio::test]
+async fn a_tag_that_was_moved_since_it_was_read_is_not_consumed() {
+    let [folder, stubborn] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let layout = OciLayout::open(folder.path()).unwrap();
+    let no_delete = NoDelete(OciLayout::open(stubborn.path()).unwrap());
+    let registries: [&dyn Registry; 3] = [&Memory::new(), &layout, &no_delete];
+    for registry in registries {
+        assert_eq!(consumed_too_late(registry).await.as_deref(), Some("two"), "{registry:?}");
+    }
+}
+
+#[tokio::test]
+async fn only_a_tag_is_deleted_by_what_it_points_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = OciLayout::open(folder.path()).unwrap();
+    let digest = pushed(&layout, "hibernate", "one", &small()).await.unwrap();
+    pushed(&layout, "keep", "one", &PushOptions { tag_guard: TagGuard::Any, ..small() }).await.unwrap();
+    let by_digest = layout.delete_tag_if(VM, &digest, &digest).await;
+    assert!(matches!(by_digest, Err(RegistryError::InvalidName(_))), "{by_digest:?}");
+    assert!(layout.delete_tag_if(VM, "hibernate", &digest).await.unwrap());
+    assert!(!layout.delete_tag_if(VM, "hibernate", &digest).await.unwrap());
+    assert!(read(&layout, VM, "keep").await.unwrap().is_some());
 }
 
 #[tokio::test]

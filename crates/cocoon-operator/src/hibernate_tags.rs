@@ -177,12 +177,11 @@ pub async fn drop_tag(registry: &dyn Registry, consumed: &Consumed) -> Result<bo
     let facts = snapshot::read(registry, name, HIBERNATE_TAG)
         .await
         .map_err(|error| DropError::Read(name.clone(), error))?;
-    if facts.is_none_or(|facts| facts.snapshot_id != consumed.woken_from) {
+    let Some(facts) = facts.filter(|facts| facts.snapshot_id == consumed.woken_from) else {
         return Ok(false);
-    }
-    snapshot::consume(registry, name, HIBERNATE_TAG, &consumed.woken_from)
+    };
+    snapshot::consume(registry, name, HIBERNATE_TAG, &facts)
         .await
-        .map(|()| true)
         .map_err(|error| DropError::Delete(name.clone(), error))
 }
 

@@ -184,6 +184,15 @@ impl Registry for OciLayout {
         let [repository, reference] = [repository, reference].map(str::to_owned);
         self.blocking(move |store| store.delete(&repository, &reference)).await
     }
+
+    async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
+        check(repository, None)?;
+        if !is_tag(tag) {
+            return Err(RegistryError::InvalidName(tag.to_owned()));
+        }
+        let [repository, tag, digest] = [repository, tag, digest].map(str::to_owned);
+        self.blocking(move |store| store.delete_tag_if(&repository, &tag, &digest)).await
+    }
 }
 
 /// Reads until the block is full or the body ends.

@@ -293,6 +293,22 @@ impl Store {
         if index.forget(repository, reference) { index.write(&self.root) } else { Ok(()) }
     }
 
+    /// Removes a tag if it points to `digest`; the look and the removal are under one lock.
+    pub(super) fn delete_tag_if(
+        &self,
+        repository: &str,
+        tag: &str,
+        digest: &str,
+    ) -> Result<bool, RegistryError> {
+        let _held = self.locked(FlockOperation::LockExclusive)?;
+        let mut index = Index::read(&self.root)?;
+        if index.find(repository, tag).is_none_or(|entry| entry.digest != digest) {
+            return Ok(false);
+        }
+        index.forget(repository, tag);
+        index.write(&self.root).map(|()| true)
+    }
+
     /// Every digest that `index.json` needs, however deep.
     fn needed(&self) -> Result<std::collections::BTreeSet<String>, RegistryError> {
         let mut needed = std::collections::BTreeSet::new();

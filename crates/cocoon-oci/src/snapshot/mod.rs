@@ -336,15 +336,17 @@ pub async fn read(
     Ok(source.find(reference).await?.map(|found| found.facts()))
 }
 
-/// Removes a tag whose snapshot was woken. Where the registry refuses to delete, the tag is overwritten by
-/// an empty manifest that says so, which [`read`] and [`pull`] take as absent (design §5).
+/// Removes a tag whose snapshot was woken, if it still points to the artifact that `facts` were read from
+/// (a VM that hibernated again has moved it); says whether it did. Where the registry refuses to delete, the
+/// tag is overwritten by an empty manifest that says so, which [`read`] and [`pull`] take as absent
+/// (design §5).
 pub async fn consume(
     registry: &dyn Registry,
     repository: &str,
     tag: &str,
-    snapshot_id: &str,
-) -> Result<(), RegistryError> {
-    match registry.delete_manifest(repository, tag).await {
+    facts: &Facts,
+) -> Result<bool, RegistryError> {
+    match registry.delete_tag_if(repository, tag, &facts.digest).await {
         Err(RegistryError::DeleteRefused { .. }) => {}
         other => return other,
     }
@@ -361,10 +363,15 @@ pub async fn consume(
         artifact_type: media::EMPTY_CONFIG.to_owned(),
         layers: vec![config.clone()],
         config,
-        annotations: BTreeMap::from([(CONSUMED_ANNOTATION.to_owned(), snapshot_id.to_owned())]),
+        annotations: BTreeMap::from([(CONSUMED_ANNOTATION.to_owned(), facts.snapshot_id.clone())]),
         ..Document::default()
     };
-    registry.put_manifest(repository, tag, OCI_MANIFEST, document.to_bytes().into()).await.map(|_| ())
+    // Looked at once more, as late as possible: a refused delete says nothing about where the tag points now.
+    let now = registry.get_manifest(repository, tag).await?;
+    if now.is_none_or(|now| now.digest != facts.digest) {
+        return Ok(false);
+    }
+    registry.put_manifest(repository, tag, OCI_MANIFEST, document.to_bytes().into()).await.map(|_| true)
 }
 
 /// Whether a manifest is that of a consumed tag.

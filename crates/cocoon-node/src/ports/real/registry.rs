@@ -87,13 +87,13 @@ impl Registry for ArtifactRegistry {
     }
 
     async fn drop_tag(&self, repository: &str, tag: &str, digest: &str, snapshot: &str) -> PortResult<()> {
-        let now = self.facts(repository, tag).await?;
-        if now.is_none_or(|now| now.digest != digest) {
-            return Ok(());
-        }
-        let dropped = snapshot::consume(self.store.as_ref(), repository, tag, snapshot).await;
-        dropped.map_err(|error| {
-            PortError::caused(Reason::RegistryUnavailable, format!("dropping {repository}:{tag}"), error)
+        let read = snapshot::read(self.store.as_ref(), repository, tag).await;
+        let now = read.map_err(|error| pull(&format!("reading {repository}:{tag}"), error))?;
+        let Some(now) = now.filter(|now| now.digest == digest) else { return Ok(()) };
+        let dropped = snapshot::consume(self.store.as_ref(), repository, tag, &now).await;
+        dropped.map(|_| ()).map_err(|error| {
+            let what = format!("dropping {repository}:{tag} of snapshot {snapshot}");
+            PortError::caused(Reason::RegistryUnavailable, what, error)
         })
     }
 }
