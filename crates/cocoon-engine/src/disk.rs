@@ -84,7 +84,8 @@ fn convert(chain: &[PathBuf], out: &Path, uid: u32) -> io::Result<()> {
         no_network: true,
         small_pages: false,
     };
-    let mut child = sys::spawn(command, confinement).map_err(|error| named(Path::new("qemu-img"), &error))?;
+    let mut child = sys::spawn(command, confinement)
+        .map_err(|error| named(Path::new("qemu-img (apt-get install qemu-utils)"), &error))?;
     let mut said = String::new();
     if let Some(errors) = child.stderr.take() {
         errors.take(4096).read_to_string(&mut said)?;

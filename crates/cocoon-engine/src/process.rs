@@ -1,9 +1,9 @@
-//! A process by identity: its id and its start time, so that a reused id is never taken for it.
+//! A process by identity: its id, its start time and the boot, so that a reused id is never taken for it.
 //!
 //! Entry points: [`Process::of_pid_file`], [`Process::alive`], [`Process::kill`]. Signals and waiting go
 //! through pidfds.
 
-use std::{io, path::Path, time::Duration};
+use std::{io, path::Path, sync::OnceLock, time::Duration};
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -15,6 +15,8 @@ use serde::{Deserialize, Serialize};
 /// A process of this boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Process {
+    /// Which boot of the host.
+    pub(crate) boot: u64,
     /// Process id.
     pub(crate) pid: u32,
     /// Clock ticks after boot at which it started.
@@ -25,8 +27,31 @@ const fn is_dead(state: char) -> bool {
     matches!(state, 'Z' | 'X')
 }
 
+/// This boot of the host.
+fn this_boot() -> io::Result<u64> {
+    static BOOT: OnceLock<u64> = OnceLock::new();
+    if let Some(boot) = BOOT.get() {
+        return Ok(*boot);
+    }
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    let digits: String = id.chars().filter(char::is_ascii_hexdigit).take(16).collect();
+    let boot = u64::from_str_radix(&digits, 16).map_err(io::Error::other)?;
+    Ok(*BOOT.get_or_init(|| boot))
+}
+
+/// The first line of a pid file; the process' own `stat` line follows.
+pub(crate) fn pid_file_head() -> io::Result<String> {
+    Ok(format!("{}\n", this_boot()?))
+}
+
+/// Boot and process of a pid file.
+fn parse_pid_file(text: &str) -> Option<Process> {
+    let (boot, stat) = text.split_once('\n')?;
+    parse_stat(stat, boot.parse().ok()?).map(|(process, _)| process)
+}
+
 /// Process id, state and start time from a line of `/proc/PID/stat`.
-fn parse_stat(line: &str) -> Option<(Process, char)> {
+fn parse_stat(line: &str, boot: u64) -> Option<(Process, char)> {
     // The command stands in parentheses and may itself hold spaces and parentheses.
     let (head, tail) = line.rsplit_once(')')?;
     let pid = head.split(' ').next()?.parse().ok()?;
@@ -34,15 +59,15 @@ fn parse_stat(line: &str) -> Option<(Process, char)> {
     let state = fields.next()?.chars().next()?;
     // Field 22 of the line; the state was field 3.
     let start = fields.nth(18)?.parse().ok()?;
-    Some((Process { pid, start }, state))
+    Some((Process { boot, pid, start }, state))
 }
 
 impl Process {
     /// The process that wrote its `stat` line into `path` (`sys::Confinement::pid_file`). `None`: no
-    /// file, or nothing in it, so no process was ever started for it.
+    /// file, or no process in it, so none was ever started for it.
     pub(crate) fn of_pid_file(path: &Path) -> io::Result<Option<Self>> {
         match std::fs::read_to_string(path) {
-            Ok(line) => Ok(parse_stat(&line).map(|(process, _)| process)),
+            Ok(text) => Ok(parse_pid_file(&text)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
@@ -56,7 +81,7 @@ impl Process {
 
     fn look(pid: u32) -> Option<(Self, char)> {
         let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        parse_stat(&line)
+        parse_stat(&line, this_boot().ok()?)
     }
 
     /// Whether it still runs. A zombie does not; one of ours is reaped.
@@ -132,9 +157,12 @@ mod tests {
     #[test]
     fn a_command_name_with_spaces_and_parentheses_does_not_hide_the_start_time() {
         let line = "4242 (a) b (c) S 1 4242 4242 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 2 3";
-        assert_eq!(parse_stat(line), Some((Process { pid: 4242, start: 987_654 }, 'S')));
-        assert_eq!(parse_stat("garbage"), None);
-        assert_eq!(parse_stat(""), None);
+        let process = Process { boot: 7, pid: 4242, start: 987_654 };
+        assert_eq!(parse_stat(line, 7), Some((process, 'S')));
+        assert_eq!(parse_pid_file(&format!("7\n{line}\n")), Some(process));
+        for text in ["garbage", "", "7\n", "7\n4242 (a) S", &format!("x\n{line}")] {
+            assert_eq!(parse_pid_file(text), None, "{text:?}");
+        }
     }
 
     #[test]
@@ -144,6 +172,7 @@ mod tests {
         let process = Process::of_pid(child.id()).unwrap();
         assert!(process.alive());
         assert!(!Process { start: process.start + 1, ..process }.alive());
+        assert!(!Process { boot: process.boot + 1, ..process }.alive());
         Process { start: process.start + 1, ..process }.kill(Duration::from_secs(1)).unwrap();
         assert!(process.alive());
         process.kill(Duration::from_secs(5)).unwrap();

@@ -21,8 +21,8 @@ pub(crate) struct Confinement {
     pub(crate) uid: u32,
     /// Descriptors that stay open, under the numbers they have here.
     pub(crate) keep: Vec<OwnedFd>,
-    /// Gets `<pid> <start time>` from the child itself, before it becomes the program: whoever finds
-    /// the program running also finds this file.
+    /// Gets the `stat` line of the child from the child itself, before it becomes the program: whoever
+    /// finds the program running also finds this file.
     pub(crate) pid_file: Option<OwnedFd>,
     /// `cgroup.procs` of the control group to enter.
     pub(crate) cgroup: Option<OwnedFd>,

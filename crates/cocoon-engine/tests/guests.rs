@@ -101,8 +101,11 @@ fn saving_pauses_for_the_capture_only_and_loses_nothing() {
         host.clone_of("repo/base:tag", "vm-b", CloneIdentity::New).await;
         host.sh("vm-b", "echo from-b > /root/b; echo in-b > /run/b").await;
         host.engine.save("vm-b", "second", "").await.unwrap();
+        // Its base removed, a clone goes on, and can be saved again.
         host.engine.snapshot_remove("repo/base:tag").await.unwrap();
+        host.engine.snapshot_remove("second").await.unwrap();
         host.sh("vm-b", "cat /root/b").await;
+        host.engine.save("vm-b", "second", "").await.unwrap();
         host.clone_of("second", "vm-c", CloneIdentity::New).await;
         assert_eq!(host.sh("vm-c", "cat /root/b /run/b").await, "from-b\nin-b");
         for vm in ["vm-a", "vm-b", "vm-c"] {
@@ -338,7 +341,16 @@ fn a_vm_stops_starts_and_is_seen_when_it_dies() {
         assert_eq!(host.sh("vm-a", "cat /root/mark").await, "kept");
         let console = std::fs::read_to_string(host.engine.console("vm-a").await.unwrap()).unwrap();
         assert!(!console.is_empty());
+        // A clone has a disk of its own too.
+        host.engine.save("vm-a", "base", "").await.unwrap();
         host.engine.remove("vm-a", true).await.unwrap();
+        host.clone_of("base", "vm-b", CloneIdentity::New).await;
+        host.engine.snapshot_remove("base").await.unwrap();
+        host.sh("vm-b", "echo more >> /root/mark").await;
+        host.engine.stop("vm-b", false, Duration::from_secs(20)).await.unwrap();
+        host.engine.start("vm-b").await.unwrap();
+        assert_eq!(host.sh("vm-b", "cat /root/mark").await, "kept\nmore");
+        host.engine.remove("vm-b", true).await.unwrap();
         assert_eq!(host.remains(), Vec::<String>::new());
     });
 }
@@ -349,6 +361,7 @@ fn a_frozen_guest_is_resumed_and_a_failed_capture_resumes_it() {
         let host = Host::new().await;
         host.run("vm-a", 256 * MIB).await;
         host.engine.resume("vm-a").await.unwrap();
+        host.engine.capture("vm-a", "s").await.unwrap();
         host.engine.capture("vm-a", "s").await.unwrap();
         // Another process finds it paused, and lets it go on.
         let other = host.again(MemoryRecipe::Auto).await;

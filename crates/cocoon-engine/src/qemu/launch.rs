@@ -27,7 +27,7 @@ use crate::{
     cgroup,
     error::Fault,
     paths::{LogFolder, RunFolder, listen, named, open_read},
-    process::Process,
+    process::{Process, pid_file_head},
     records::BootRecord,
     sys::{self, Confinement},
 };
@@ -131,8 +131,9 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
             .collect(),
     };
     command.args(arguments(&plan.machine, &wiring));
-    let pid_file =
+    let mut pid_file =
         OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(run.pid_file())?;
+    pid_file.write_all(pid_file_head()?.as_bytes())?;
     let confinement = Confinement {
         uid: plan.uid,
         keep: kept.0,

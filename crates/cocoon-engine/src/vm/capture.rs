@@ -223,6 +223,10 @@ async fn take(
 
 async fn freeze(qmp: &mut Qmp, state: &Path, ranges: bool) -> Result<(), QmpError> {
     let file = File::options().read(true).write(true).create_new(true).open(state)?;
+    // Stopped since an earlier capture, QEMU refuses a second one until the guest went on for a moment.
+    if qmp.status().await? == "postmigrate" {
+        qmp.execute("cont", json!({})).await?;
+    }
     qmp.execute("stop", json!({})).await?;
     capabilities(qmp, ranges).await?;
     qmp.pass_fd("state", file.as_fd()).await?;

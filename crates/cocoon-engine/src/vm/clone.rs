@@ -42,8 +42,10 @@ use crate::{
     },
 };
 
-/// How long a guest may take to open its port after `cont`, and then to take its identity.
-const ANSWER_LIMIT: Duration = Duration::from_secs(8);
+/// How long a guest's agent may take to answer after `cont`.
+const ANSWER_LIMIT: Duration = Duration::from_secs(12);
+/// How long it may take to have answered and taken its identity.
+const IDENTITY_LIMIT: Duration = Duration::from_secs(17);
 /// How long device state may take to load; a full stream of a large guest takes its time.
 const LOAD_LIMIT: Duration = Duration::from_secs(600);
 /// Bytes of entropy for the guest.
@@ -302,7 +304,9 @@ async fn identified(
     let opened = guest::open(&run, false, ANSWER_LIMIT).await;
     let answered = begun.elapsed();
     let taken = match opened {
-        Ok(open) => tell(shared, record, &open.channel).await.map_err(|error| error.to_string()),
+        Ok(open) => tell(shared, record, &open.channel, IDENTITY_LIMIT.saturating_sub(answered))
+            .await
+            .map_err(|error| error.to_string()),
         Err(error) => {
             Err(std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string))
         }
@@ -327,6 +331,7 @@ async fn tell(
     shared: &Shared,
     record: &Record,
     channel: &Channel,
+    limit: Duration,
 ) -> Result<(), cocoon_guest::host::GuestError> {
     let mut entropy = [0; ENTROPY];
     shared.world.random(&mut entropy);
@@ -340,7 +345,7 @@ async fn tell(
         renew_dhcp: !record.vm.network_configs.is_empty(),
         unix_time_ns: i64::try_from(shared.world.now().as_nanosecond()).unwrap_or(0),
     };
-    channel.identity(identity, ANSWER_LIMIT).await
+    channel.identity(identity, limit).await
 }
 
 /// Tries once more to give a running clone its identity and links.
@@ -350,7 +355,7 @@ pub(crate) async fn identify_again(shared: &Shared, record: &mut Record) -> Resu
     let mut qmp = super::connect(&run, &name).await?;
     identified(shared, record, &mut qmp, kind).await?;
     if record.links_down {
-        return Err(BringUpError::GuestSilent { vm: name, seconds: ANSWER_LIMIT.as_secs() });
+        return Err(BringUpError::GuestSilent { vm: name, seconds: IDENTITY_LIMIT.as_secs() });
     }
     Ok(())
 }
