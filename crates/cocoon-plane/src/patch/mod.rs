@@ -28,13 +28,14 @@ impl Patch {
     pub(crate) fn parse(content_type: &str, body: &[u8]) -> Result<Self, ApiError> {
         let unreadable =
             |error: serde_json::Error| ApiError::bad_request(format!("error decoding patch: {error}"));
-        let object = || match serde_json::from_slice(body).map_err(unreadable)? {
+        let read = || crate::fields::parse_json(body).map(|(value, _)| value).map_err(unreadable);
+        let object = || match read()? {
             value @ Value::Object(_) => Ok(value),
             _ => Err(ApiError::bad_request("error decoding patch: a merge patch must be a JSON object")),
         };
         match content_type {
             "application/json-patch+json" => {
-                let patch: json_patch::Patch = serde_json::from_slice(body).map_err(unreadable)?;
+                let patch: json_patch::Patch = serde_json::from_value(read()?).map_err(unreadable)?;
                 if patch.0.len() > OPERATIONS {
                     let message = format!("The allowed maximum operations in a JSON patch is {OPERATIONS}");
                     return Err(ApiError::new(413, "RequestEntityTooLarge", message));

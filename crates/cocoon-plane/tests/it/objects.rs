@@ -75,6 +75,35 @@ async fn refusals_have_the_code_and_reason_of_the_api() {
 }
 
 #[tokio::test]
+async fn no_path_that_takes_a_body_takes_one_that_is_not_an_object() {
+    let client = Client::admin().await;
+    client.post(PODS, &pod("a")).await;
+    let (access, identity) = ("/apis/authorization.k8s.io/v1", "/apis/authentication.k8s.io/v1");
+    for (method, path) in [
+        ("POST", format!("{access}/selfsubjectaccessreviews")),
+        ("POST", format!("{access}/subjectaccessreviews")),
+        ("POST", format!("{identity}/selfsubjectreviews")),
+        ("POST", format!("{identity}/tokenreviews")),
+        ("POST", PODS.to_owned()),
+        ("POST", format!("{PODS}/a/binding")),
+        ("POST", format!("{PODS}/a/eviction")),
+        ("PUT", format!("{PODS}/a")),
+        ("PUT", format!("{PODS}/a/status")),
+        ("PUT", "/api/v1/namespaces/default/finalize".to_owned()),
+        ("DELETE", format!("{PODS}/a")),
+        ("DELETE", PODS.to_owned()),
+    ] {
+        for body in ["[]", "\"x\"", "1", "true", "null"] {
+            let answer = client.ask(method, &path, "application/json", body).await;
+            assert_eq!(answer.code, 400, "{method} {path} {body}: {}", answer.body);
+        }
+    }
+    let patch = json!([{ "op": "replace", "path": "", "value": "x" }]).to_string();
+    let answer = client.ask("PATCH", &format!("{PODS}/a"), "application/json-patch+json", patch).await;
+    assert_eq!(answer.code, 400, "{}", answer.body);
+}
+
+#[tokio::test]
 async fn a_write_that_changes_nothing_makes_no_revision() {
     let client = Client::admin().await;
     let made = client.post(PODS, &pod("a")).await;
