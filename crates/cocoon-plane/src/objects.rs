@@ -2,7 +2,8 @@
 //!
 //! Entry point: [`Objects`]. Every write is computed outside the lock from what was read and committed
 //! only if nothing changed meanwhile, else computed again; it returns once it is durable.
-//! Invariant: a write that changes nothing makes no revision.
+//! Invariants: a write that changes nothing makes no revision; no answer, refusals included, tells of a
+//! write that is not durable, so that nothing told to a client is undone by a restart.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -86,9 +87,20 @@ impl Objects {
         namespace: &str,
         name: &str,
     ) -> Result<Arc<Object>, ApiError> {
-        let found = self.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?;
+        let found = self.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name));
+        let found = self.told(found).await?;
         self.durability.wait(found.revision).await?;
         Ok(found)
+    }
+
+    /// `done`, once a refusal rests on durable writes alone: "not found" tells that a deletion happened,
+    /// "already exists" and "conflict" tell of other writes.
+    async fn told<T>(&self, done: Result<T, ApiError>) -> Result<T, ApiError> {
+        if done.is_err() {
+            let seen = self.store().revision();
+            self.durability.wait(seen).await?;
+        }
+        done
     }
 
     /// Matching objects and the revision they agree with.
@@ -123,7 +135,7 @@ impl Objects {
             rules::prepare_create(kind, &mut value, namespace, self.world.uuid(), self.world.now())?;
             match self.insert(kind, namespace, value, options) {
                 Err(error) if error.reason == "AlreadyExists" && generate && tries > 0 => tries -= 1,
-                Err(error) => return Err(error),
+                Err(error) => return self.told(Err(error)).await,
                 Ok(object) => {
                     self.durability.wait(object.revision).await?;
                     return Ok(Written { object, complaints, created: true });
@@ -184,6 +196,21 @@ impl Objects {
         change: impl Fn(Value) -> Result<Value, ApiError> + Send + Sync,
     ) -> Result<Written, ApiError> {
         self.durability.check()?;
+        let done = self.try_update(kind, namespace, name, part, options, change);
+        let done = self.told(done).await?;
+        self.durability.wait(done.object.revision).await?;
+        Ok(done)
+    }
+
+    fn try_update(
+        &self,
+        kind: &'static Kind,
+        namespace: &str,
+        name: &str,
+        part: Part,
+        options: WriteOptions,
+        change: impl Fn(Value) -> Result<Value, ApiError>,
+    ) -> Result<Written, ApiError> {
         for _ in 0..TRIES {
             let current = self.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?;
             let old = kind.shown(current.value());
@@ -193,7 +220,6 @@ impl Objects {
             let new = rules::prepare_update(kind, &old, new, part)?;
             let written = |object| Written { object, complaints, created: false };
             if new == old {
-                self.durability.wait(current.revision).await?;
                 return Ok(written(current));
             }
             if options.dry_run {
@@ -201,7 +227,6 @@ impl Objects {
                 return Ok(written(Arc::new(unsaved)));
             }
             if let Ok(object) = self.replace(kind, &current, new) {
-                self.durability.wait(object.revision).await?;
                 return Ok(written(object));
             }
         }
@@ -234,10 +259,21 @@ impl Objects {
         if kind.table == "namespaces" && IMMORTAL.contains(&name) {
             return Err(ApiError::forbidden(kind, name, "this namespace may not be deleted"));
         }
+        let deleted = self.told(self.try_delete(kind, namespace, name, options)).await?;
+        self.durability.wait(deleted.object.revision).await?;
+        Ok(deleted)
+    }
+
+    fn try_delete(
+        &self,
+        kind: &'static Kind,
+        namespace: &str,
+        name: &str,
+        options: &DeleteOptions,
+    ) -> Result<Deleted, ApiError> {
         for _ in 0..TRIES {
             let current = self.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?;
-            if let Some(deleted) = self.try_delete(kind, &current, options)? {
-                self.durability.wait(deleted.object.revision).await?;
+            if let Some(deleted) = self.delete_current(kind, &current, options)? {
                 return Ok(deleted);
             }
         }
@@ -245,7 +281,7 @@ impl Objects {
     }
 
     /// `None` when others came first.
-    fn try_delete(
+    fn delete_current(
         &self,
         kind: &'static Kind,
         current: &Arc<Object>,
@@ -288,5 +324,52 @@ fn check_namespace(store: &Store, kind: &Kind, namespace: &str, name: &str) -> R
         None => Err(ApiError::not_found(spaces, namespace)),
         Some(space) if space.deleting => Err(ApiError::terminating(kind, name, namespace)),
         Some(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use cocoon_kit::world::RealWorld;
+    use serde_json::json;
+
+    use super::*;
+    use crate::journal::fake::Fake;
+
+    fn objects(fake: &Fake) -> Objects {
+        let durability = Durability::start(Box::new(fake.clone()), 0).unwrap();
+        Objects::new(Store::new(0, []), durability, Arc::new(RealWorld))
+    }
+
+    fn body(name: &str) -> Value {
+        json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": name } })
+    }
+
+    async fn is_silent<T>(asked: impl Future<Output = Result<T, ApiError>>) -> bool {
+        tokio::time::timeout(Duration::from_millis(50), asked).await.is_err()
+    }
+
+    #[tokio::test]
+    async fn no_refusal_tells_of_a_write_that_is_not_durable() {
+        let (fake, kind) = (Fake::default(), by_table("nodes").unwrap());
+        let (objects, options) = (objects(&fake), WriteOptions::default());
+        objects.create(kind, "", body("gone"), options).await.unwrap();
+        fake.hold(true);
+        let now = DeleteOptions { grace: Some(0), ..DeleteOptions::default() };
+        let remove = || objects.delete(kind, "", "gone", &now);
+        let update = || objects.update(kind, "", "gone", Part::Main, options, Ok);
+        assert!(is_silent(remove()).await, "the delete waits for the disk");
+        assert!(objects.find(kind, "", "gone").is_none());
+        assert!(is_silent(objects.get(kind, "", "gone")).await, "404 before the deletion is durable");
+        assert!(is_silent(remove()).await);
+        assert!(is_silent(update()).await);
+        assert!(is_silent(objects.create(kind, "", body("new"), options)).await);
+        assert!(is_silent(objects.create(kind, "", body("new"), options)).await, "409 of what may not stay");
+        fake.hold(false);
+        assert_eq!(objects.get(kind, "", "gone").await.unwrap_err().code, 404);
+        assert_eq!(remove().await.unwrap_err().code, 404);
+        assert_eq!(update().await.unwrap_err().code, 404);
+        assert_eq!(objects.create(kind, "", body("new"), options).await.unwrap_err().reason, "AlreadyExists");
     }
 }

@@ -84,18 +84,16 @@ struct Place {
 }
 
 /// Finds a pod's container and its node.
-fn locate(inner: &Inner, kind: &Kind, address: &Address, container: &str) -> Result<Place, ApiError> {
+async fn locate(inner: &Inner, kind: &Kind, address: &Address, container: &str) -> Result<Place, ApiError> {
     let (namespace, name) = (&address.namespace, &address.name);
-    let pod =
-        inner.objects.find(kind, namespace, name).ok_or_else(|| ApiError::not_found(kind, name))?.value();
+    let pod = inner.objects.get(kind, namespace, name).await?.value();
     let container = pick_container(&pod, name, container)?;
     let node = text(&pod, "/spec/nodeName");
     if node.is_empty() {
         return Err(ApiError::bad_request(format!("pod {name} does not have a host assigned")));
     }
     let nodes = by_table("nodes").unwrap_or(kind);
-    let missing = || ApiError::not_found(nodes, node);
-    let object = inner.objects.find(nodes, "", node).ok_or_else(missing)?.value();
+    let object = inner.objects.get(nodes, "", node).await?.value();
     let addresses = list(&object, "/status/addresses");
     let of = |kind: &str| {
         addresses.iter().find(|a| text(a, "/type") == kind).map(|a| text(a, "/address").to_owned())
@@ -256,7 +254,7 @@ fn told(code: u16, text: &str) -> ApiError {
 
 /// `pods/NAME/log`.
 pub(crate) async fn logs(call: &Call, kind: &Kind, address: &Address) -> Result<Response, ApiError> {
-    let place = locate(&call.inner, kind, address, call.params.get("container"))?;
+    let place = locate(&call.inner, kind, address, call.params.get("container")).await?;
     let names = ["follow", "previous", "sinceSeconds", "sinceTime", "timestamps", "tailLines", "limitBytes"];
     let renames: Vec<_> = names.iter().map(|name| (*name, *name)).collect();
     let path = kubelet_path(call, "containerLogs", address, &place, &renames);
@@ -304,7 +302,7 @@ fn has_token(headers: &HeaderMap, name: HeaderName, token: &str) -> bool {
 
 /// `pods/NAME/exec`.
 pub(crate) async fn exec(call: &Call, kind: &Kind, address: &Address) -> Result<Response, ApiError> {
-    let place = locate(&call.inner, kind, address, call.params.get("container"))?;
+    let place = locate(&call.inner, kind, address, call.params.get("container")).await?;
     let names = [
         ("command", "command"),
         ("stdin", "input"),

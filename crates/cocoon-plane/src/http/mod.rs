@@ -84,7 +84,7 @@ fn other(call: &Call, words: &[String]) -> Result<Response, ApiError> {
     match words.as_slice() {
         ["healthz" | "livez", ..] => Ok(respond(200, "text/plain; charset=utf-8", "ok")),
         ["readyz", ..] => {
-            call.inner.objects.durability().check()?;
+            call.inner.objects.durability().ready()?;
             Ok(respond(200, "text/plain; charset=utf-8", "ok"))
         }
         ["version"] => Ok(respond_json(200, &discovery::version())),
@@ -104,14 +104,18 @@ fn other(call: &Call, words: &[String]) -> Result<Response, ApiError> {
 }
 
 fn metrics(inner: &Inner) -> String {
-    let store = inner.objects.store();
+    let (store, journal) = (inner.objects.store(), inner.objects.durability());
     format!(
         "# TYPE cocoon_plane_revision counter\ncocoon_plane_revision {}\n\
          # TYPE cocoon_plane_window_oldest gauge\ncocoon_plane_window_oldest {}\n\
-         # TYPE cocoon_plane_watchers_ended_total counter\ncocoon_plane_watchers_ended_total {}\n",
+         # TYPE cocoon_plane_watchers_ended_total counter\ncocoon_plane_watchers_ended_total {}\n\
+         # TYPE cocoon_plane_journal_waiting_bytes gauge\ncocoon_plane_journal_waiting_bytes {}\n\
+         # TYPE cocoon_plane_journal_refused_total counter\ncocoon_plane_journal_refused_total {}\n",
         store.revision(),
         store.oldest(),
-        store.ended_watchers()
+        store.ended_watchers(),
+        journal.waiting(),
+        journal.refused()
     )
 }
 

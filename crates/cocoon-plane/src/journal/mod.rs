@@ -3,12 +3,19 @@
 //! Entry points: [`Journal`] (load, append a batch) and [`Durability`] (group commit on top of it).
 //! Invariant: a write is acknowledged, and shown to a watcher, only after the batch that holds it was
 //! appended. While appending fails, nothing already accepted is lost as long as the process lives: the
-//! writer tries again, and new writes are refused with the reason.
+//! writer tries again, and new writes are refused with the reason. What waits for a slow or hanging disk is
+//! bounded by [`WAITING`]: above it new writes are refused, too.
 
+#[cfg(test)]
+pub(crate) mod fake;
 mod sqlite;
 
 use std::{
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
     thread::JoinHandle,
     time::Duration,
 };
@@ -25,6 +32,11 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_millis(500);
 /// Most records of one batch.
 const BATCH: usize = 1024;
+/// Most bytes that wait to be appended. A caller that left no longer waits for its record, so the number of
+/// callers bounds nothing.
+const WAITING: u64 = 64 << 20;
+/// What a record takes beside its text.
+const RECORD: u64 = 256;
 
 /// One write.
 #[derive(Debug, Clone)]
@@ -33,6 +45,12 @@ pub(crate) struct Record {
     pub(crate) key: Key,
     /// `None` removes the object.
     pub(crate) bytes: Option<Bytes>,
+}
+
+impl Record {
+    fn cost(&self) -> u64 {
+        RECORD + self.bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)
+    }
 }
 
 /// What a journal held.
@@ -63,9 +81,13 @@ struct State {
 /// Group commit: one writer thread that appends whatever has gathered.
 #[derive(Debug)]
 pub(crate) struct Durability {
-    // Unbounded by type, bounded by the callers: each waits for its own record before the next.
+    // Unbounded by type, because it is filled under the store's lock; bounded by `check`, which each writer
+    // asks without a pause between the answer and its record.
     queue: Option<mpsc::Sender<Record>>,
     state: watch::Receiver<State>,
+    /// Bytes handed over and not yet appended.
+    waiting: Arc<AtomicU64>,
+    refused: AtomicU64,
     writer: Option<JoinHandle<()>>,
 }
 
@@ -73,22 +95,26 @@ impl Durability {
     /// Keeps nothing; everything counts as durable at once.
     pub(crate) fn none() -> Self {
         let (_, state) = watch::channel(State::default());
-        Self { queue: None, state, writer: None }
+        Self { queue: None, state, waiting: Arc::default(), refused: AtomicU64::new(0), writer: None }
     }
 
     /// Starts the writer of `journal`, whose last revision is `durable`.
     pub(crate) fn start(journal: Box<dyn Journal>, durable: u64) -> std::io::Result<Self> {
         let (sender, receiver) = mpsc::channel();
         let (publish, state) = watch::channel(State { durable, failing: None });
+        let waiting = Arc::new(AtomicU64::new(0));
+        let left = Arc::clone(&waiting);
         let writer = std::thread::Builder::new()
             .name("plane-journal".into())
-            .spawn(move || write_batches(journal, &receiver, &publish))?;
-        Ok(Self { queue: Some(sender), state, writer: Some(writer) })
+            .spawn(move || write_batches(journal, &receiver, &publish, &left))?;
+        let refused = AtomicU64::new(0);
+        Ok(Self { queue: Some(sender), state, waiting, refused, writer: Some(writer) })
     }
 
     /// Hands a write over. Called under the store's lock, so that records keep their order.
     pub(crate) fn submit(&self, record: Record) {
         if let Some(queue) = &self.queue {
+            self.waiting.fetch_add(record.cost(), Ordering::Relaxed);
             // The writer ends only after this sender is dropped.
             let _ = queue.send(record);
         }
@@ -96,10 +122,37 @@ impl Durability {
 
     /// Refuses when the journal cannot take writes now.
     pub(crate) fn check(&self) -> Result<(), ApiError> {
-        match &self.state.borrow().failing {
-            Some(why) => Err(ApiError::internal(format!("the journal takes no writes: {why}"))),
-            None => Ok(()),
+        let ready = self.ready();
+        if ready.is_err() {
+            self.refused.fetch_add(1, Ordering::Relaxed);
         }
+        ready
+    }
+
+    /// Whether the journal takes writes now.
+    pub(crate) fn ready(&self) -> Result<(), ApiError> {
+        if let Some(why) = &self.state.borrow().failing {
+            return Err(ApiError::internal(format!("the journal takes no writes: {why}")));
+        }
+        let waiting = self.waiting();
+        if waiting > WAITING {
+            let message = format!(
+                "{waiting} bytes wait for the journal's disk, which is slow or hangs: try again later, look at \
+                 the disk if this stays"
+            );
+            return Err(ApiError::new(503, "ServiceUnavailable", message));
+        }
+        Ok(())
+    }
+
+    /// Bytes that wait to be appended.
+    pub(crate) fn waiting(&self) -> u64 {
+        self.waiting.load(Ordering::Relaxed)
+    }
+
+    /// How many writes were refused because the journal could not take them.
+    pub(crate) fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
     }
 
     /// Waits until `revision` is durable.
@@ -130,6 +183,7 @@ fn write_batches(
     mut journal: Box<dyn Journal>,
     queue: &mpsc::Receiver<Record>,
     state: &watch::Sender<State>,
+    waiting: &AtomicU64,
 ) {
     let mut closing = false;
     while let Ok(first) = queue.recv() {
@@ -149,6 +203,7 @@ fn write_batches(
             // While failing, more may gather; a closed queue gets one last try.
             closing = gather(queue, &mut batch);
         }
+        waiting.fetch_sub(batch.iter().map(Record::cost).sum(), Ordering::Relaxed);
         let durable = batch.last().map_or(0, |record| record.revision);
         state.send_replace(State { durable, failing: None });
     }
@@ -167,35 +222,7 @@ fn gather(queue: &mpsc::Receiver<Record>, batch: &mut Vec<Record>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
-    use super::*;
-
-    /// A journal that fails while `broken` and blocks while the gate is held.
-    #[derive(Debug, Clone, Default)]
-    struct Fake {
-        broken: Arc<Mutex<bool>>,
-        gate: Arc<Mutex<()>>,
-        batches: Arc<Mutex<Vec<Vec<u64>>>>,
-    }
-
-    impl Journal for Fake {
-        fn load(&mut self) -> Result<Loaded, JournalError> {
-            Ok(Loaded::default())
-        }
-
-        fn append(&mut self, batch: &[Record]) -> Result<(), JournalError> {
-            let _open = self.gate.lock().map_err(|_| "poisoned")?;
-            if *self.broken.lock().map_err(|_| "poisoned")? {
-                return Err("no space left".into());
-            }
-            self.batches
-                .lock()
-                .map_err(|_| "poisoned")?
-                .push(batch.iter().map(|record| record.revision).collect());
-            Ok(())
-        }
-    }
+    use super::{fake::Fake, *};
 
     fn record(revision: u64) -> Record {
         Record { revision, key: Key::new("pods", "a", "b"), bytes: None }
@@ -205,10 +232,9 @@ mod tests {
     async fn writes_that_gather_while_one_is_written_share_a_batch() {
         let fake = Fake::default();
         let durability = Durability::start(Box::new(fake.clone()), 0).unwrap();
-        {
-            let _closed = fake.gate.lock().unwrap();
-            (1..=9).for_each(|revision| durability.submit(record(revision)));
-        }
+        fake.hold(true);
+        (1..=9).for_each(|revision| durability.submit(record(revision)));
+        fake.hold(false);
         durability.wait(9).await.unwrap();
         let batches = fake.batches.lock().unwrap().clone();
         assert!(batches.len() <= 2, "{batches:?}");
@@ -231,5 +257,23 @@ mod tests {
         durability.wait(2).await.unwrap();
         assert!(durability.check().is_ok());
         assert_eq!(fake.batches.lock().unwrap().concat(), [1, 2]);
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_hangs_is_found_by_what_waits_for_it() {
+        let fake = Fake::default();
+        let durability = Durability::start(Box::new(fake.clone()), 0).unwrap();
+        fake.hold(true);
+        let megabyte = Bytes::from(vec![0; 1 << 20]);
+        let mut revision = 0;
+        while durability.check().is_ok() {
+            revision += 1;
+            assert!(revision <= 64, "nothing bounds what waits");
+            durability.submit(Record { bytes: Some(megabyte.clone()), ..record(revision) });
+        }
+        assert_eq!((durability.check().unwrap_err().code, durability.refused()), (503, 2));
+        fake.hold(false);
+        durability.wait(revision).await.unwrap();
+        assert!(durability.check().is_ok() && durability.waiting() == 0);
     }
 }

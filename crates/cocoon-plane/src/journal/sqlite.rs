@@ -16,7 +16,9 @@ use crate::plane::OpenError;
 /// The format that this program reads and writes.
 const VERSION: i64 = 1;
 
+/// One transaction: a kill before its end leaves an empty file, which the next start fills.
 const SCHEMA: &str = "
+    BEGIN;
     CREATE TABLE objects (
         tab TEXT NOT NULL, namespace TEXT NOT NULL, name TEXT NOT NULL,
         revision INTEGER NOT NULL, body BLOB NOT NULL,
@@ -25,6 +27,7 @@ const SCHEMA: &str = "
     CREATE TABLE state (revision INTEGER NOT NULL);
     INSERT INTO state VALUES (0);
     PRAGMA user_version = 1;
+    COMMIT;
 ";
 
 /// A journal file that this process holds alone.
@@ -138,6 +141,18 @@ mod tests {
         Connection::open(&path).unwrap().pragma_update(None, "user_version", 7).unwrap();
         let error = SqliteJournal::open(&path).err().unwrap();
         assert!(matches!(error, OpenError::Version { found: 7, ours: 1, .. }), "{error}");
+    }
+
+    #[test]
+    fn a_kill_while_the_tables_are_made_leaves_a_file_that_the_next_start_fills() {
+        let statements: Vec<_> = SCHEMA.trim().split_inclusive(';').collect();
+        for done in 1..statements.len() {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("plane.db");
+            prepare(&path).unwrap().execute_batch(&statements[..done].concat()).unwrap();
+            let loaded = SqliteJournal::open(&path).unwrap().load().unwrap();
+            assert_eq!((loaded.revision, loaded.objects.len()), (0, 0), "killed after {done} statements");
+        }
     }
 
     #[test]
