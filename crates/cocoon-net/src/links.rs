@@ -195,6 +195,9 @@ impl New<'_> {
         nft::apply(&text).await.map_err(|message| filter(name, message))?;
         // Taps carry no IPv6; a kernel without it has no such switch.
         let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
+        // The filter knows no ARP outside of a bridge: a tap that lost its bridge is not answered. With a
+        // bridge this switch means nothing, so a kernel that refuses it is no reason to fail.
+        let _ = std::fs::write(format!("/proc/sys/net/ipv4/conf/{name}/arp_ignore"), "8");
         plug(self.netlink, network, index, bridge.index, mac).await.map_err(kernel("wiring", name))
     }
 

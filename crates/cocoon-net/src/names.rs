@@ -9,6 +9,8 @@ use std::{fmt, str::FromStr};
 /// Alias of a bridge that we made.
 pub(crate) const BRIDGE_ALIAS: &str = "cocoon:bridge";
 const ALIAS_PREFIX: &str = "cocoon:";
+/// Interface group of our taps: what the packet filter knows them by when they are in no bridge.
+pub(crate) const TAP_GROUP: u32 = 0xc0_c0_00;
 /// The kernel's limit for interface names, without the final zero.
 pub(crate) const MAX_INTERFACE: usize = 15;
 

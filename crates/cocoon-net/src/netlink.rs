@@ -17,7 +17,7 @@ use rtnetlink::{
 };
 use tokio::task::JoinHandle;
 
-use crate::names::{BRIDGE_ALIAS, Mac};
+use crate::names::{BRIDGE_ALIAS, Mac, TAP_GROUP};
 
 /// An interface, as far as this crate looks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -97,10 +97,14 @@ impl Netlink {
         self.handle.link().set(LinkUnspec::new_with_index(index).up().build()).execute().await.map_err(system)
     }
 
-    /// Marks a new tap as ours and gives it the MTU of its bridge.
+    /// Marks a new tap as ours (alias, alternative name, group) and gives it the MTU of its bridge.
     pub(crate) async fn label(&self, index: u32, alias: &str, alternative: &str, mtu: u32) -> io::Result<()> {
         let links = self.handle.link();
-        let message = LinkUnspec::new_with_index(index).alias(alias).mtu(mtu).build();
+        let message = LinkUnspec::new_with_index(index)
+            .alias(alias)
+            .mtu(mtu)
+            .append_extra_attribute(LinkAttribute::Group(TAP_GROUP))
+            .build();
         links.set(message).execute().await.map_err(system)?;
         links.property_add(index).alt_ifname(&[alternative]).execute().await.map_err(system)
     }
@@ -109,7 +113,10 @@ impl Netlink {
     /// may use it is entered by hand, so a guest cannot draw another's frames to itself.
     pub(crate) async fn plug(&self, index: u32, port: Port) -> io::Result<()> {
         let links = self.handle.link();
-        let message = LinkUnspec::new_with_index(index).controller(port.bridge).build();
+        let message = LinkUnspec::new_with_index(index)
+            .append_extra_attribute(LinkAttribute::Group(TAP_GROUP))
+            .controller(port.bridge)
+            .build();
         links.set(message).execute().await.map_err(system)?;
         let message = LinkBridgePort::new(index).isolated(port.isolated).learning(false).flood(false).build();
         links.set_port(message).execute().await.map_err(system)?;

@@ -1,7 +1,8 @@
 //! The packet filter as text: pure functions from a network to `nft` input, and back from its listing.
 //!
 //! Two tables a network, both named `cocoon_<bridge>`:
-//! - family `inet`: what a guest may reach (nothing of this host but DHCP), forwarding, masquerading;
+//! - family `inet`: what a guest may reach (nothing of this host but DHCP; nothing at all by a tap that is
+//!   in no bridge), forwarding, masquerading;
 //! - family `bridge`: what may leave a tap. Sets: `taps` (ours to filter), `macs` and `chaddrs` (tap and
 //!   its VM's MAC), `addrs` (MAC and leased address).
 //!
@@ -14,7 +15,7 @@ use serde_json::Value;
 
 use crate::{
     config::NetworkConfig,
-    names::{Mac, table_name},
+    names::{Mac, TAP_GROUP, table_name},
 };
 
 /// A tap and the MAC that may use it.
@@ -37,7 +38,8 @@ pub(crate) fn host_table(network: &NetworkConfig, note: &str) -> String {
     } else {
         String::new()
     };
-    // `guard` sees packets before any DNAT, so a port that the host forwards elsewhere is closed too.
+    // `guard` sees packets before any DNAT, so a port that the host forwards elsewhere is closed too. What
+    // comes in by a tap itself, and not by the bridge, comes from a guest whose bridge is gone.
     format!(
         "add table inet {table}
 delete table inet {table}
@@ -45,6 +47,7 @@ table inet {table} {{
   comment \"{note}\"
   chain guard {{
     type filter hook prerouting priority mangle; policy accept;
+    iifgroup {TAP_GROUP} counter drop
     iifname != \"{bridge}\" return
     meta nfproto != ipv4 drop
     udp sport 68 udp dport 67 return
@@ -58,6 +61,7 @@ table inet {table} {{
   }}
   chain input {{
     type filter hook input priority filter - 1; policy accept;
+    iifgroup {TAP_GROUP} drop
     iifname != \"{bridge}\" return
     ct state established,related accept
     meta nfproto ipv4 jump host
