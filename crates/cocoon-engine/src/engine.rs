@@ -89,8 +89,12 @@ impl Engine {
     /// folder of another version.
     pub async fn open(config: EngineConfig, world: Arc<dyn World>) -> Result<Self, Fault> {
         let shared = Arc::new(Shared::open(config, world).await?);
-        for what in gc::half_made(&shared).await? {
-            tracing::info!(what, "removed what a crash left");
+        for left in [gc::half_made(&shared).await, shared.snapshots.collect().await] {
+            match left {
+                Ok(gone) => gone.iter().for_each(|what| tracing::info!(what, "removed what a crash left")),
+                // The engine serves all the same; `gc` says it again.
+                Err(error) => tracing::warn!(%error, "what a crash left could not be removed"),
+            }
         }
         Ok(Self { shared })
     }
@@ -116,7 +120,11 @@ impl Engine {
         let records = self.shared.records.list().await?;
         let logs: Vec<LogFolder> =
             records.iter().map(|record| self.shared.log_folder(&record.vm.id)).collect();
-        blocking("logs of VMs", move || logs.iter().try_for_each(guest::trim_logs)).await?;
+        blocking("logs of VMs", move || {
+            logs.iter().for_each(guest::trim_logs);
+            Ok::<_, std::convert::Infallible>(())
+        })
+        .await?;
         Ok(records.into_iter().map(|record| self.shared.shown(record)).collect())
     }
 
@@ -185,7 +193,11 @@ impl Engine {
         let record = self.shared.records.find(vm).await?;
         let logs = self.shared.log_folder(&record.vm.id);
         let path = logs.console();
-        blocking("logs of a VM", move || guest::trim_logs(&logs)).await?;
+        blocking("logs of a VM", move || {
+            guest::trim_logs(&logs);
+            Ok::<_, std::convert::Infallible>(())
+        })
+        .await?;
         Ok(path)
     }
 
@@ -217,7 +229,7 @@ impl Engine {
     }
 
     /// Checks the pulled files (all of `qemu.json`, qcow2 headers, sizes) and makes them the snapshot
-    /// `name`, replacing an older one of that name. Keeps `envelope.id` when no other snapshot has it.
+    /// `name`, replacing an older one of that name. Keeps `envelope.id` when no snapshot has it yet.
     pub async fn snapshot_adopt(
         &self,
         staging: Staging,

@@ -7,7 +7,7 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
 use crate::{
-    error::Fault,
+    error::{Fault, LookupError},
     model::VmState,
     vm::{Shared, tear_down},
 };
@@ -34,25 +34,43 @@ pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
     Ok(gone)
 }
 
-/// Takes down `creating` VMs that nobody is creating.
+/// Takes down `creating` VMs that nobody is creating. One that cannot be taken down does not stop the
+/// others: the next gc tries it again.
 pub(crate) async fn half_made(shared: &Shared) -> Result<Vec<String>, Fault> {
     let mut gone = Vec::new();
     for record in shared.records.list().await? {
         if record.vm.state != VmState::Creating {
             continue;
         }
-        let Some(lock) = shared.try_lock(&record.vm.id)? else { continue };
-        // Asked again under the lock: it may have become a VM, or be gone.
-        let Ok(record) = shared.records.find(&record.vm.id).await else {
-            let _ = fs::remove_file(lock.path());
-            continue;
-        };
-        if record.vm.state == VmState::Creating {
-            tear_down::all(shared, &record, lock).await?;
-            gone.push(format!("half-made VM {} ({})", record.vm.config.name, record.vm.id));
+        let (name, id) = (record.vm.config.name, record.vm.id);
+        match abandoned(shared, &id).await {
+            Ok(true) => gone.push(format!("half-made VM {name} ({id})")),
+            Ok(false) => {}
+            Err(error) => {
+                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+                tracing::warn!(vm = %name, %error, cause, "a half-made VM could not be taken down");
+            }
         }
     }
     Ok(gone)
+}
+
+/// Takes down one half-made VM, unless somebody works on it.
+async fn abandoned(shared: &Shared, id: &str) -> Result<bool, Fault> {
+    let Some(lock) = shared.try_lock(id)? else { return Ok(false) };
+    // Asked again under the lock: it may have become a VM, or be gone.
+    match shared.records.find(id).await {
+        Ok(record) if record.vm.state == VmState::Creating => {
+            tear_down::all(shared, &record, lock).await?;
+            Ok(true)
+        }
+        Err(LookupError::VmNotFound(_)) => {
+            let _ = fs::remove_file(lock.path());
+            Ok(false)
+        }
+        Err(LookupError::Fault(fault)) => Err(fault),
+        _ => Ok(false),
+    }
 }
 
 /// Run and log folders and lock files without a record, with whatever process they still have.
@@ -67,7 +85,7 @@ async fn strays(shared: &Shared) -> Result<Vec<String>, Fault> {
     let mut gone = Vec::new();
     for id in ids {
         let Some(lock) = shared.try_lock(&id)? else { continue };
-        if matches!(shared.records.find(&id).await, Err(crate::error::LookupError::VmNotFound(_))) {
+        if matches!(shared.records.find(&id).await, Err(LookupError::VmNotFound(_))) {
             tear_down::parts(shared, &id, None).await?;
             let _ = fs::remove_file(lock.path());
             gone.push(format!("leftovers of VM {id}"));
@@ -91,7 +109,8 @@ fn names(folder: &Path) -> Result<Vec<String>, Fault> {
     Ok(names)
 }
 
-fn is_id(name: &str) -> bool {
+/// Whether this has the form of our ids.
+pub(crate) fn is_id(name: &str) -> bool {
     name.len() == 26 && name.chars().all(|c| c.is_ascii_uppercase() || ('2'..='7').contains(&c))
 }
 

@@ -313,6 +313,7 @@ fn a_vm_stops_starts_and_is_seen_when_it_dies() {
         let begun = Instant::now();
         host.engine.stop("vm-a", false, Duration::from_secs(20)).await.unwrap();
         println!("FIGURE stop {:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(15), "the guest ends by itself");
         let stopped = host.engine.inspect("vm-a").await.unwrap();
         assert_eq!((stopped.state, stopped.pid, stopped.socket_path.as_str()), (VmState::Stopped, 0, ""));
         host.engine.stop("vm-a", false, Duration::from_secs(1)).await.unwrap();

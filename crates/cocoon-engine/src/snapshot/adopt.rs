@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     error::{ChangeError, Fault, LookupError},
+    gc::is_id,
     model::Snapshot,
     vm::{
         Shared, blocking, capture,
@@ -49,24 +50,22 @@ pub(crate) async fn adopt(
     envelope.storage = description.storage;
     envelope.nics = description.machine.nics() as u64;
     envelope.image_blob_ids = description.image_blob_ids.into_iter().map(|id| (id, Empty {})).collect();
-    envelope.id = id(shared, name, &envelope.id).await?;
+    envelope.id = id(shared, &envelope.id).await?;
     let snapshot = Snapshot { envelope, created_at: shared.world.now(), folder: stage.folder().to_owned() };
     shared.snapshots.publish(stage, snapshot, true).await
 }
 
-/// The snapshot's own id, unless it is malformed or another snapshot has it.
-async fn id(shared: &Shared, name: &str, wanted: &str) -> Result<String, Fault> {
-    let formed =
-        wanted.len() == 26 && wanted.chars().all(|c| c.is_ascii_uppercase() || ('2'..='7').contains(&c));
-    if !formed {
-        return Ok(shared.world.engine_id());
+/// The snapshot's own id, unless it is malformed or taken: an older snapshot keeps its folder until the
+/// new one is complete, also when it is replaced.
+async fn id(shared: &Shared, wanted: &str) -> Result<String, Fault> {
+    if is_id(wanted) {
+        match shared.snapshots.find(wanted).await {
+            Err(LookupError::SnapshotNotFound(_)) => return Ok(wanted.to_owned()),
+            Err(LookupError::Fault(fault)) => return Err(fault),
+            _ => {}
+        }
     }
-    match shared.snapshots.find(wanted).await {
-        Err(LookupError::SnapshotNotFound(_)) => Ok(wanted.to_owned()),
-        Err(LookupError::Fault(fault)) => Err(fault),
-        Ok(other) if other.envelope.name == name => Ok(wanted.to_owned()),
-        _ => Ok(shared.world.engine_id()),
-    }
+    Ok(shared.world.engine_id())
 }
 
 /// Checks kinds, names, sizes and headers. The inner error is the snapshot's fault, the outer is ours.

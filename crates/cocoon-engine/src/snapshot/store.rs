@@ -8,7 +8,7 @@
 use std::{
     fs::{self, File, Permissions},
     io,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _, fchown},
     path::{Path, PathBuf},
 };
 
@@ -24,9 +24,12 @@ use crate::{
     model::Snapshot,
     paths::{named, remove_folder},
     records::{find, json},
+    vm::blocking,
 };
 
 const STEP: &str = "engine records: snapshots";
+/// How often a staging folder is made anew when gc took it before it could be locked.
+const STAGE_TRIES: usize = 5;
 
 /// The store of one root folder.
 #[derive(Debug, Clone)]
@@ -40,7 +43,8 @@ pub(crate) struct Store {
 #[derive(Debug)]
 pub(crate) struct Stage {
     folder: PathBuf,
-    _lock: File,
+    /// Held until the folder is gone, or is a snapshot with a row.
+    lock: Option<File>,
 }
 
 impl Stage {
@@ -54,7 +58,19 @@ impl Stage {
 impl Drop for Stage {
     fn drop(&mut self) {
         // Published, it is not there any more.
-        let _ = remove_folder(&self.folder);
+        if !self.folder.exists() {
+            return;
+        }
+        let (folder, lock) = (std::mem::take(&mut self.folder), self.lock.take());
+        let remove = move || {
+            let _ = remove_folder(&folder);
+            drop(lock);
+        };
+        // Gigabytes take their time: not on a thread that serves others. What is left, gc takes.
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn_blocking(remove)),
+            Err(_) => remove(),
+        }
     }
 }
 
@@ -91,11 +107,18 @@ impl Store {
     /// An empty, locked folder on the store's file system.
     pub(crate) fn stage(&self, id: &str) -> Result<Stage, Fault> {
         let folder = self.staging.join(id);
-        let made = private_folder(&folder).and_then(|()| lock(&folder)).and_then(|lock| {
-            lock.ok_or_else(|| io::Error::new(io::ErrorKind::ResourceBusy, "somebody else works in it"))
-        });
-        let lock = made.map_err(|error| Fault::new(format!("staging folder {}", folder.display()), error))?;
-        Ok(Stage { folder, _lock: lock })
+        let fault = |error| Fault::new(format!("staging folder {}", folder.display()), error);
+        for _ in 0..STAGE_TRIES {
+            private_folder(&folder).map_err(fault)?;
+            match lock(&folder) {
+                Ok(Some(lock)) => return Ok(Stage { folder, lock: Some(lock) }),
+                // gc was quicker than our lock.
+                Ok(None) => std::thread::yield_now(),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(fault(error)),
+            }
+        }
+        Err(fault(io::Error::new(io::ErrorKind::ResourceBusy, "somebody else works in it")))
     }
 
     /// The id that holds `name`.
@@ -119,31 +142,42 @@ impl Store {
     ) -> Result<Snapshot, ChangeError> {
         let id = snapshot.envelope.id.clone();
         let folder = self.complete.join(&id);
+        self.clear(&id).await?;
         let (from, to) = (stage.folder.clone(), folder.clone());
-        let step = format!("snapshot folder {}", folder.display());
-        tokio::task::spawn_blocking(move || seal(&from, &to))
-            .await
-            .map_err(|error| Fault::new(step.clone(), error))?
-            .map_err(|error| Fault::new(step, error))?;
-        snapshot.folder = folder.clone();
+        blocking(&format!("snapshot folder {}", folder.display()), move || seal(&from, &to)).await?;
+        snapshot.folder.clone_from(&folder);
         let (name, kept) = (snapshot.envelope.name.clone(), snapshot.clone());
         let recorded = self.db.call(STEP, move |connection| record(connection, kept, replace)).await;
-        match recorded {
+        let error = match recorded {
             Ok(Ok(replaced)) => {
                 if let Some(old) = replaced {
-                    self.discard(&old);
+                    self.discard(&old).await;
                 }
-                Ok(snapshot)
+                return Ok(snapshot);
             }
-            Ok(Err(holder)) => {
-                let _ = remove_folder(&folder);
-                Err(ChangeError::SnapshotExists { name, holder })
-            }
-            Err(fault) => {
-                let _ = remove_folder(&folder);
-                Err(fault.into())
-            }
+            Ok(Err(holder)) => ChangeError::SnapshotExists { name, holder },
+            Err(fault) => fault.into(),
+        };
+        // The stage's lock is still on it.
+        let _ = blocking("snapshot folder without a row", move || remove_folder(&folder)).await;
+        Err(error)
+    }
+
+    /// Makes room for a snapshot's folder: a crash may have left one without a row there.
+    async fn clear(&self, id: &str) -> Result<(), Fault> {
+        let folder = self.complete.join(id);
+        let step = format!("snapshot folder {}", folder.display());
+        let busy = |why: &str| Fault::new(step.clone(), io::Error::new(io::ErrorKind::ResourceBusy, why));
+        let lock = match lock(&folder) {
+            Ok(Some(lock)) => lock,
+            Ok(None) => return Err(busy("somebody else works in it; try again")),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(Fault::new(step, error)),
+        };
+        if self.is_recorded(id).await? {
+            return Err(busy("it belongs to another snapshot"));
         }
+        blocking(&step, move || remove_folder(&folder).map(|()| drop(lock))).await
     }
 
     /// All snapshots, oldest first.
@@ -181,7 +215,7 @@ impl Store {
                 connection.execute("DELETE FROM snapshots WHERE id = ?1", params![gone])
             })
             .await?;
-        self.discard(&id);
+        self.discard(&id).await;
         if rows == 0 { Err(LookupError::SnapshotNotFound(reference.to_owned())) } else { Ok(()) }
     }
 
@@ -192,13 +226,14 @@ impl Store {
             let fault = |error| Fault::new(format!("snapshot gc in {}", folder.display()), error);
             for entry in fs::read_dir(folder).map_err(fault)? {
                 let path = entry.map_err(fault)?.path();
-                let Some(_lock) = lock(&path).ok().flatten() else { continue };
+                let Some(lock) = lock(&path).ok().flatten() else { continue };
                 // Asked after the lock: who made a row held it until then.
                 let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 if folder == &self.complete && self.is_recorded(&name).await? {
                     continue;
                 }
-                remove_folder(&path).map_err(fault)?;
+                let step = format!("snapshot gc of {}", path.display());
+                blocking(&step, move || remove_folder(&path).map(|()| drop(lock))).await?;
                 gone.push(format!("snapshot folder {name}"));
             }
         }
@@ -215,10 +250,10 @@ impl Store {
             .await
     }
 
-    fn discard(&self, id: &str) {
-        let folder = self.complete.join(id);
-        if let Err(error) = remove_folder(&folder) {
-            tracing::warn!(%error, folder = %folder.display(), "a removed snapshot left files; gc takes them");
+    /// Removes the folder of a snapshot whose row is gone.
+    async fn discard(&self, id: &str) {
+        if let Err(error) = self.clear(id).await {
+            tracing::warn!(%error, snapshot = id, "a removed snapshot left files; gc takes them");
         }
     }
 
@@ -251,21 +286,27 @@ fn record(
     Ok(Ok(holder.filter(|old| *old != id)))
 }
 
-/// Locks a folder by its descriptor. `None`: somebody else has it.
+/// Locks a folder by its descriptor. `None`: somebody else has it, or had it and took it away.
 fn lock(folder: &Path) -> io::Result<Option<File>> {
     let file = File::open(folder)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(Some(file)),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-        Err(error) => Err(error.into()),
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+        Err(error) => return Err(error.into()),
     }
+    // A lock on a folder that is not at its path any more guards nothing.
+    let (held, named) = (file.metadata()?, fs::metadata(folder)?);
+    Ok(((held.dev(), held.ino()) == (named.dev(), named.ino())).then_some(file))
 }
 
-/// Makes the files read-only and durable, then moves the folder to its place.
+/// Makes the files ours, read-only and durable, then moves the folder to its place.
 fn seal(from: &Path, to: &Path) -> io::Result<()> {
+    let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     for entry in fs::read_dir(from)? {
         let path = entry?.path();
         let file = File::open(&path).map_err(|error| named(&path, &error))?;
+        // A disk was written by a confined user; an owner could make it writable again.
+        fchown(&file, Some(user), Some(group)).map_err(|error| named(&path, &error))?;
         file.set_permissions(Permissions::from_mode(0o444))?;
         file.sync_all().map_err(|error| named(&path, &error))?;
     }
@@ -316,6 +357,56 @@ mod tests {
         assert_eq!(store.list().await.unwrap().len(), 1);
     }
 
+    async fn gone(folder: &Path) {
+        for _ in 0..500 {
+            if !folder.exists() {
+                return;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+        panic!("{} is still there", folder.display());
+    }
+
+    #[tokio::test]
+    async fn a_folder_that_a_crash_left_does_not_stop_the_next_snapshot_of_its_id() {
+        let (_root, store) = store().await;
+        let left = store.complete.join("AAA1");
+        private_folder(&left).unwrap();
+        fs::write(left.join("old"), "x").unwrap();
+        let made = publish(&store, "AAA1", "vm", true).await.unwrap();
+        assert!(made.folder.join("a").exists() && !left.join("old").exists());
+        let error = publish(&store, "AAA1", "vm", true).await.unwrap_err();
+        assert!(error.to_string().contains("AAA1"), "{error}");
+        store.find("vm").await.unwrap();
+        assert!(made.folder.join("a").exists(), "a recorded folder is never cleared");
+    }
+
+    #[tokio::test]
+    async fn a_folder_that_somebody_publishes_is_not_cleared() {
+        let (_root, store) = store().await;
+        let busy = store.complete.join("AAA1");
+        private_folder(&busy).unwrap();
+        let lock = lock(&busy).unwrap().unwrap();
+        publish(&store, "AAA1", "vm", true).await.unwrap_err();
+        drop(lock);
+        publish(&store, "AAA1", "vm", true).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn files_of_a_snapshot_belong_to_who_runs_the_engine() {
+        let (_root, store) = store().await;
+        let stage = store.stage("AAA1").unwrap();
+        let disk = stage.folder().join("cow.qcow2");
+        fs::write(&disk, "x").unwrap();
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&disk, Some(3_000_001), Some(3_000_001)).unwrap();
+        }
+        let made = store.publish(stage, snapshot("AAA1", "vm"), false).await.unwrap();
+        let found = fs::metadata(made.folder.join("cow.qcow2")).unwrap();
+        assert_eq!(found.uid(), rustix::process::geteuid().as_raw());
+        assert_eq!(found.gid(), rustix::process::getegid().as_raw());
+    }
+
     #[tokio::test]
     async fn a_dropped_stage_leaves_nothing_and_gc_leaves_a_live_one_alone() {
         let (_root, store) = store().await;
@@ -324,7 +415,7 @@ mod tests {
         assert!(store.collect().await.unwrap().is_empty());
         let folder = stage.folder().to_owned();
         drop(stage);
-        assert!(!folder.exists());
+        gone(&folder).await;
         private_folder(&store.staging.join("dead")).unwrap();
         private_folder(&store.complete.join("dead")).unwrap();
         publish(&store, "BBB1", "vm", false).await.unwrap();

@@ -69,9 +69,14 @@ fn claim(run: &RunFolder, agent_port: bool) -> io::Result<Option<(usize, Lock)>>
     Ok(None)
 }
 
-/// Cuts what a guest can make grow: its console, and QEMU's complaints about it.
-pub(crate) fn trim_logs(logs: &LogFolder) -> io::Result<()> {
-    trim_console(&logs.console()).and_then(|()| trim_console(&logs.qemu()))
+/// Cuts what a guest can make grow: its console, and QEMU's complaints about it. A log that cannot be
+/// cut says nothing about its VM, so it only warns.
+pub(crate) fn trim_logs(logs: &LogFolder) {
+    for path in [logs.console(), logs.qemu()] {
+        if let Err(error) = trim_console(&path) {
+            tracing::warn!(%error, path = %path.display(), "a log could not be cut");
+        }
+    }
 }
 
 /// Cuts a log that has grown past 4 MiB to its last MiB. QEMU appends, so it goes on.

@@ -119,12 +119,15 @@ async fn power_down(
 ) -> Result<(), Fault> {
     let (run, name) = (shared.run_folder(&record.vm.id), &record.vm.config.name);
     // An agent that is the guest's first process ends the guest in order; it knows no power button.
-    let asking = guest::open(&run, false, limit.min(AGENT_LIMIT)).await;
-    if let Ok(open) = &asking {
-        let argv = AGENT_POWER_OFF.map(str::to_owned).to_vec();
-        // It answers only when it fails: kept open until the end, or there would be nobody to answer.
-        let _ = open.channel.exec(Exec { argv, ..Exec::default() }).await;
-    }
+    let open = guest::open(&run, false, limit.min(AGENT_LIMIT)).await;
+    // Kept until the end: a session that is dropped ends its command.
+    let _session = match &open {
+        Ok(open) => {
+            let argv = AGENT_POWER_OFF.map(str::to_owned).to_vec();
+            open.channel.exec(Exec { argv, ..Exec::default() }).await.ok()
+        }
+        Err(_) => None,
+    };
     let mut qmp = super::connect(&run, name).await?;
     let pressed = qmp.execute("system_powerdown", serde_json::json!({})).await;
     pressed.map_err(|error| monitor(name, "power button", error))?;
