@@ -1,3 +1,4 @@
-//! Checks that span crates: today the golden vectors ([`vectors`]).
+//! Checks that span crates: the golden vectors ([`vectors`]) and the measurements ([`bench`]).
 
+pub mod bench;
 pub mod vectors;
