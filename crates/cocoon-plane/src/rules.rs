@@ -216,7 +216,7 @@ pub(crate) enum Deletion {
     Remove,
 }
 
-/// Decides a delete. `lacks_finisher` is true for a pod that no node agent will finish.
+/// Decides a delete: what has finalizers or time left is marked, the rest is removed.
 pub(crate) fn plan_delete(
     kind: &Kind,
     old: &Value,

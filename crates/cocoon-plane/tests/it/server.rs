@@ -107,6 +107,58 @@ async fn without_an_identity_every_path_answers_401() {
     assert_eq!(site.ask(Some(("root", &["system:masters"])), "/api/v1/secrets", impersonate).await.0, 403);
 }
 
+const ROOT: Option<(&str, &[&str])> = Some(("root", &["system:masters"]));
+const WATCH: &str = "GET /api/v1/pods?watch=true HTTP/1.1\r\nHost: x\r\n";
+
+/// Whether the server closes `stream` before `patience` is over.
+async fn ends(mut stream: tokio_rustls::client::TlsStream<TcpStream>, patience: Duration) -> bool {
+    let mut rest = Vec::new();
+    tokio::time::timeout(patience, stream.read_to_end(&mut rest)).await.is_ok()
+}
+
+#[tokio::test]
+async fn a_connection_that_shows_no_identity_is_closed_whatever_it_says() {
+    let site = site().await;
+    let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+    let refused: &[u8] = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n";
+    let mut streams = Vec::new();
+    for said in [b"".as_slice(), b"PRI", preface, refused] {
+        let mut stream = site.connect(None).await;
+        stream.write_all(said).await.unwrap();
+        streams.push((said, stream));
+    }
+    let mut silent = site.connect(ROOT).await;
+    silent.write_all(b"PRI").await.unwrap();
+    let mut token = site.connect(None).await;
+    token.write_all(format!("{WATCH}Authorization: Bearer secret\r\n\r\n").as_bytes()).await.unwrap();
+    let mut watch = site.connect(ROOT).await;
+    watch.write_all(format!("{WATCH}\r\n").as_bytes()).await.unwrap();
+    let mut head = [0; 15];
+    watch.read_exact(&mut head).await.unwrap();
+    token.read_exact(&mut head).await.unwrap();
+    tokio::time::pause();
+    for (said, stream) in streams {
+        assert!(ends(stream, Duration::from_secs(15)).await, "{:?}", String::from_utf8_lossy(said));
+    }
+    assert!(ends(silent, Duration::from_secs(120)).await, "a certificate alone holds no place");
+    assert!(!ends(watch, Duration::from_secs(120)).await, "who is known stays");
+}
+
+#[tokio::test]
+async fn strangers_leave_room_for_those_who_have_an_identity() {
+    let site = site().await;
+    let mut strangers = Vec::new();
+    for _ in 0..128 {
+        strangers.push(site.connect(None).await);
+    }
+    let one_more = site.connect(None).await;
+    assert!(ends(one_more, Duration::from_secs(5)).await, "the strangers' places are taken");
+    assert_eq!(site.ask(ROOT, "/version", "").await.0, 200);
+    drop(strangers);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(site.ask(None, "/version", "Authorization: Bearer secret\r\n").await.0, 200);
+}
+
 #[tokio::test]
 async fn a_shutdown_ends_watches_and_the_server() {
     let site = site().await;
