@@ -151,7 +151,16 @@ impl Engine {
         to_the_end(async move { tear_down::remove(&shared, &vm, force).await }).await
     }
 
-    /// Saves a snapshot named `name`; the guest pauses for the capture only. The name is checked first.
+    /// Removes a VM that [`Engine::capture`] left paused, if its guest has not run since the capture that
+    /// made the snapshot with id `snapshot`; else [`ChangeError::WentOn`], and the VM stays. What decides
+    /// is asked under the VM's lock, so nobody can let the guest go on in between.
+    pub async fn remove_captured(&self, vm: &str, snapshot: &str) -> Result<(), ChangeError> {
+        let (shared, vm, snapshot) = (Arc::clone(&self.shared), vm.to_owned(), snapshot.to_owned());
+        to_the_end(async move { tear_down::remove_captured(&shared, &vm, &snapshot).await }).await
+    }
+
+    /// Saves a snapshot named `name`; the guest pauses for the capture only, and one that an earlier
+    /// [`Engine::capture`] left paused stays paused. The name is checked first.
     pub async fn save(&self, vm: &str, name: &str, description: &str) -> Result<Snapshot, ChangeError> {
         let wish = Wish { name: name.to_owned(), description: description.to_owned(), keep_paused: false };
         self.take(vm, wish).await

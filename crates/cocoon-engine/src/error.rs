@@ -106,6 +106,9 @@ pub enum ChangeError {
     /// Removal of a running VM without force.
     #[error("VM {0} is running (force required)")]
     ForceRequired(String),
+    /// The guest has run since the capture that its removal relies on.
+    #[error("VM {0} has run since it was captured, so removing it would lose work; capture it again")]
+    WentOn(String),
     /// The snapshot name is taken.
     #[error("snapshot {name:?} already exists, held by {holder}")]
     SnapshotExists {

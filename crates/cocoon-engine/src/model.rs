@@ -142,6 +142,10 @@ pub struct Vm {
     /// What is not as it should be although the VM runs (ours), such as links that stay down.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub warnings: Vec<String>,
+    /// A clone whose guest has not taken its identity: its links stay down (ours; absent is false).
+    /// `start` tries again.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub links_down: bool,
     /// Raised with each change of state.
     #[serde(default)]
     pub transition_generation: u64,

@@ -70,6 +70,9 @@ pub(crate) struct Record {
     /// The clone is a machine of its own, not its source going on.
     #[serde(default)]
     pub(crate) identity_is_new: bool,
+    /// The snapshot that holds all that the guest ever did: it has not run since that capture.
+    #[serde(default)]
+    pub(crate) captured_as: Option<String>,
 }
 
 impl Record {
@@ -89,6 +92,7 @@ impl Record {
             ram: None,
             links_down: false,
             identity_is_new: false,
+            captured_as: None,
         }
     }
 
@@ -262,6 +266,7 @@ mod tests {
             paused: false,
             cloned_from: String::new(),
             warnings: Vec::new(),
+            links_down: false,
             transition_generation: 0,
             created_at: now,
             updated_at: now,

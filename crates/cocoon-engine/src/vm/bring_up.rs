@@ -163,6 +163,7 @@ pub(crate) fn started(shared: &Shared, record: &mut Record, launched: Launched, 
     record.vm.transition_generation += 1;
     record.vm.state = VmState::Running;
     record.vm.paused = false;
+    record.captured_as = None;
 }
 
 async fn answered(

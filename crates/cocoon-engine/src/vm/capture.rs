@@ -1,8 +1,9 @@
 //! Snapshots of a running VM: stop, device state, memory, disk, and go on (or not).
 //!
 //! Entry points: [`snapshot`], [`let_go`]. The record says "paused" before the guest stops and until it
-//! goes on, so that a guest frozen by a crash is found and resumed. Invariant: whatever fails, the
-//! guest goes on, and nothing half made keeps a name.
+//! goes on, so that a guest frozen by a crash is found and resumed. Invariants: whatever fails, the
+//! guest goes on (or stays paused, if it was and only a copy was asked for); nothing half made keeps a
+//! name; `captured_as` names a snapshot only while the guest has not run since it was taken.
 
 use std::{
     fs::File,
@@ -36,8 +37,10 @@ use crate::{
     },
 };
 
-/// How long the state may take to be written; a full stream of a large guest takes its time.
-const STATE_LIMIT: Duration = Duration::from_secs(600);
+/// How long the device state may take to be written, while the guest stands still.
+const STATE_LIMIT: Duration = Duration::from_secs(60);
+/// Bytes of memory that a full stream writes at least each second.
+const STREAM_PACE: u64 = 64 << 20;
 /// Room beside what is counted: device state, metadata, what the guest touches until it stops.
 const SLACK: u64 = 64 << 20;
 /// Longest snapshot name.
@@ -59,7 +62,7 @@ pub(crate) struct Wish {
 /// Takes a snapshot.
 pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Result<Snapshot, ChangeError> {
     check_name(&wish.name)?;
-    let (mut record, _lock) = shared.lock_existing(reference).await?;
+    let (mut record, _lock) = shared.lock_existing(reference, "a capture").await?;
     if !wish.keep_paused
         && let Some(holder) = shared.snapshots.holder(&wish.name).await?
     {
@@ -71,20 +74,40 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
         _ => return Err(ChangeError::NotRunning(name)),
     };
     let facts = shared.facts().await.map_err(|error| Fault::new(format!("VM {name}"), error))?;
-    let job = Job::new(shared, &record, process, facts, &wish)?;
-    job.room()?;
+    let job = Job::new(shared, &record, process, facts, &wish).await?;
+    let job = blocking("free space of the snapshot store", move || {
+        let enough = job.room();
+        Ok::<_, io::Error>(enough.map(|()| job))
+    })
+    .await??;
     let mut qmp = connect(&shared.run_folder(&record.vm.id), &name).await?;
-    record.vm.paused = true;
+    let was_paused = std::mem::replace(&mut record.vm.paused, true);
+    record.captured_as = None;
     shared.save(&mut record).await?;
     let (store, size) = (shared.config.root_dir.clone(), job.size);
-    let taken = take(shared, &mut record, &mut qmp, job, &wish).await;
+    let goes_on = !wish.keep_paused && !was_paused;
+    let taken = take(shared, &mut record, &mut qmp, job, &wish, goes_on).await;
     let taken = taken.map_err(|error| full(error, &store, size));
     if taken.is_err()
-        && let Err(error) = resume(shared, &mut record, &mut qmp).await
+        && let Err(error) = recover(shared, &mut record, &mut qmp, !wish.keep_paused && was_paused).await
     {
         tracing::warn!(vm = %name, %error, "the guest could not be resumed after a failed snapshot");
     }
     taken
+}
+
+/// After a failure: the guest goes on, or stands still if that is how a copy found it.
+async fn recover(
+    shared: &Shared,
+    record: &mut Record,
+    qmp: &mut Qmp,
+    stays_paused: bool,
+) -> Result<(), Fault> {
+    if stays_paused {
+        let stopped = qmp.execute("stop", json!({})).await;
+        return stopped.map(drop).map_err(|error| monitor(&record.vm.config.name, "stopping", error));
+    }
+    resume(shared, record, qmp).await
 }
 
 /// Snapshot names hold slashes and colons; no path is ever made of one.
@@ -109,7 +132,7 @@ struct Job {
 }
 
 impl Job {
-    fn new(
+    async fn new(
         shared: &Shared,
         record: &Record,
         process: Process,
@@ -121,7 +144,8 @@ impl Job {
         let machine = record.machine.clone().ok_or_else(missing)?;
         let boot = record.recorded_boot.clone().ok_or_else(missing)?;
         let RamRecord { file, .. } = record.ram.ok_or_else(missing)?;
-        let ram = Ram::find(process, file, machine.memory).map_err(|error| Fault::new(step(), error))?;
+        let memory = machine.memory;
+        let ram = blocking(&step(), move || Ram::find(process, file, memory)).await?;
         let ram = ram.ok_or_else(|| Fault::new(step(), "QEMU's memory mapping is not as recorded"))?;
         let ranges = shared.config.memory == MemoryRecipe::Auto && facts.private_memory_tested();
         let id = shared.world.engine_id();
@@ -197,21 +221,24 @@ async fn take(
     qmp: &mut Qmp,
     job: Job,
     wish: &Wish,
+    goes_on: bool,
 ) -> Result<Snapshot, ChangeError> {
     let name = record.vm.config.name.clone();
     let begun = Instant::now();
     let ranges = job.description.memory_mode == MemoryMode::Ranges;
     let state = job.at(QEMU_STATE);
-    freeze(qmp, &state, ranges).await.map_err(|error| monitor(&name, "capturing the state", error))?;
+    let limit = state_limit(ranges, job.size);
+    freeze(qmp, &state, ranges, limit).await.map_err(|error| monitor(&name, "capturing the state", error))?;
     let frozen = begun.elapsed();
-    let (job, overlay) = copied(&name, job, !wish.keep_paused).await?;
-    if !wish.keep_paused {
+    let (job, overlay) = copied(&name, job, goes_on).await?;
+    if goes_on {
         resume(shared, record, qmp).await?;
     }
     let paused = begun.elapsed();
     disk::flatten(overlay, job.cow.clone(), job.at(COW), job.uid).await?;
     let snapshot = described(shared, record, &job, wish).await?;
     let published = shared.snapshots.publish(job.stage, snapshot, wish.keep_paused).await?;
+    record.captured_as = (!goes_on).then(|| job.id.clone());
     record.vm.snapshot_ids.insert(job.id, Empty {});
     shared.save(record).await?;
     tracing::info!(
@@ -221,7 +248,12 @@ async fn take(
     Ok(published)
 }
 
-async fn freeze(qmp: &mut Qmp, state: &Path, ranges: bool) -> Result<(), QmpError> {
+fn state_limit(ranges: bool, memory: u64) -> Duration {
+    let stream = if ranges { 0 } else { memory / STREAM_PACE };
+    STATE_LIMIT + Duration::from_secs(stream)
+}
+
+async fn freeze(qmp: &mut Qmp, state: &Path, ranges: bool, limit: Duration) -> Result<(), QmpError> {
     let file = File::options().read(true).write(true).create_new(true).open(state)?;
     // Stopped since an earlier capture, QEMU refuses a second one until the guest went on for a moment.
     if qmp.status().await? == "postmigrate" {
@@ -231,7 +263,12 @@ async fn freeze(qmp: &mut Qmp, state: &Path, ranges: bool) -> Result<(), QmpErro
     capabilities(qmp, ranges).await?;
     qmp.pass_fd("state", file.as_fd()).await?;
     qmp.execute("migrate", json!({ "uri": "fd:state" })).await?;
-    qmp.migrated(STATE_LIMIT).await
+    let done = qmp.migrated(limit).await;
+    if done.is_err() {
+        // The caller lets the guest go on; what still writes must end first.
+        let _ = qmp.execute("migrate_cancel", json!({})).await;
+    }
+    done
 }
 
 /// Copies memory, and for a guest that goes on at once also the disk's top file.
@@ -291,6 +328,10 @@ async fn described(shared: &Shared, record: &Record, job: &Job, wish: &Wish) -> 
 /// Lets the guest of a connected monitor go on, and writes that down.
 async fn resume(shared: &Shared, record: &mut Record, qmp: &mut Qmp) -> Result<(), Fault> {
     let name = record.vm.config.name.clone();
+    // Written before it runs: a crash in between must not make its snapshot look complete.
+    if record.captured_as.take().is_some() {
+        shared.save(record).await?;
+    }
     qmp.execute("cont", json!({})).await.map_err(|error| monitor(&name, "resuming", error))?;
     record.vm.paused = false;
     shared.save(record).await
@@ -309,7 +350,7 @@ pub(crate) async fn let_go(shared: &Shared, record: &mut Record) -> Result<(), F
 
 /// [`let_go`] by name.
 pub(crate) async fn let_go_by_name(shared: &Shared, reference: &str) -> Result<(), ChangeError> {
-    let (mut record, _lock) = shared.lock_existing(reference).await?;
+    let (mut record, _lock) = shared.lock_existing(reference, "a resume").await?;
     if record.vm.state != VmState::Running || shared.process_of(&record).is_none() {
         return Err(ChangeError::NotRunning(record.vm.config.name));
     }

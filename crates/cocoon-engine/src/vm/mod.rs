@@ -15,10 +15,10 @@ pub(crate) mod tear_down;
 use std::{
     future::Future,
     io,
-    os::unix::fs::MetadataExt as _,
+    os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use cocoon_kit::{files::Lock, world::World};
@@ -42,6 +42,11 @@ use crate::{
 
 /// How long QEMU may take to answer on its monitor.
 pub(crate) const MONITOR_LIMIT: Duration = Duration::from_secs(20);
+
+/// How long an operation waits for the one that has the VM; a capture of a large guest takes its time.
+const LOCK_LIMIT: Duration = Duration::from_secs(300);
+/// How often it looks.
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// The open engine.
 #[derive(Debug)]
@@ -110,10 +115,19 @@ impl Shared {
         self.config.root_dir.join("locks").join(format!("{id}.lock"))
     }
 
-    /// Waits for the lock of a VM.
-    pub(crate) async fn lock(&self, id: &str) -> Result<Lock, Fault> {
-        let path = self.lock_file(id);
-        blocking(&format!("lock of VM {id}"), move || acquire(&path)).await
+    /// Waits for the lock of a VM, for [`LOCK_LIMIT`], and notes in it what it is held for.
+    pub(crate) async fn lock(&self, id: &str, operation: &str) -> Result<Lock, Fault> {
+        let deadline = Instant::now() + LOCK_LIMIT;
+        loop {
+            if let Some(lock) = self.try_lock(id)? {
+                note(&lock, operation);
+                return Ok(lock);
+            }
+            if Instant::now() >= deadline {
+                return Err(held(id, &self.lock_file(id)));
+            }
+            tokio::time::sleep(LOCK_PAUSE).await;
+        }
     }
 
     /// Takes the lock of a VM if nobody has it.
@@ -125,9 +139,13 @@ impl Shared {
     }
 
     /// The record and the lock of an existing VM.
-    pub(crate) async fn lock_existing(&self, reference: &str) -> Result<(Record, Lock), LookupError> {
+    pub(crate) async fn lock_existing(
+        &self,
+        reference: &str,
+        operation: &str,
+    ) -> Result<(Record, Lock), LookupError> {
         let id = self.records.find(reference).await?.vm.id;
-        let lock = self.lock(&id).await?;
+        let lock = self.lock(&id, operation).await?;
         match self.records.find(&id).await {
             Ok(record) => Ok((record, lock)),
             Err(error) => {
@@ -155,6 +173,7 @@ impl Shared {
     pub(crate) fn shown(&self, record: Record) -> Vm {
         let alive = self.process_of(&record).is_some();
         let mut vm = record.vm;
+        vm.links_down = record.links_down && alive;
         if vm.state == VmState::Running && !alive {
             vm.state = VmState::Stale;
             vm.paused = false;
@@ -168,13 +187,21 @@ impl Shared {
     }
 }
 
-fn acquire(path: &Path) -> io::Result<Lock> {
-    loop {
-        let lock = Lock::acquire(path)?;
-        if current(&lock) {
-            return Ok(lock);
-        }
-    }
+/// Says in the lock file who holds it. For people only, so a failure means nothing.
+fn note(lock: &Lock, operation: &str) {
+    let text = format!("{operation} (process {})", std::process::id());
+    let _ = lock.file().set_len(0).and_then(|()| lock.file().write_all_at(text.as_bytes(), 0));
+}
+
+/// The error of who waited too long.
+fn held(id: &str, path: &Path) -> Fault {
+    let holder = std::fs::read_to_string(path).unwrap_or_default();
+    let holder = if holder.is_empty() { "another operation" } else { holder.as_str() };
+    let why = format!(
+        "it was held by {holder} for more than {} s; wait for that to end, then try again",
+        LOCK_LIMIT.as_secs()
+    );
+    Fault::new(format!("lock of VM {id}"), io::Error::new(io::ErrorKind::TimedOut, why))
 }
 
 /// Whether the lock's file is still the one at its path.

@@ -26,7 +26,7 @@ const AGENT_LIMIT: Duration = Duration::from_secs(5);
 /// Cold start from the VM's own disk. Running is success; paused, the guest goes on; links that are
 /// still down are tried again.
 pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringUpError> {
-    let (mut record, _lock) = shared.lock_existing(reference).await?;
+    let (mut record, _lock) = shared.lock_existing(reference, "start").await?;
     let name = record.vm.config.name.clone();
     if record.vm.state == VmState::Creating {
         return Err(BringUpError::Invalid(format!("VM {name} is still being created")));
@@ -89,7 +89,7 @@ pub(crate) async fn stop(
     force: bool,
     limit: Duration,
 ) -> Result<(), ChangeError> {
-    let (mut record, _lock) = shared.lock_existing(reference).await?;
+    let (mut record, _lock) = shared.lock_existing(reference, "stop").await?;
     let name = record.vm.config.name.clone();
     if record.vm.state == VmState::Creating {
         return Err(ChangeError::Invalid(format!("VM {name} is still being created")));

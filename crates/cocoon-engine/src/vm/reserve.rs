@@ -74,7 +74,7 @@ pub(crate) async fn reserve(
     fill: impl FnOnce(&mut Record),
 ) -> Result<Half, BringUpError> {
     let (id, now) = (shared.world.engine_id(), shared.world.now());
-    let lock = shared.lock(&id).await?;
+    let lock = shared.lock(&id, "a VM in the making").await?;
     let mut record = Record::new(Vm {
         id,
         hypervisor: Hypervisor::Qemu,
@@ -89,6 +89,7 @@ pub(crate) async fn reserve(
         paused: false,
         cloned_from: String::new(),
         warnings: Vec::new(),
+        links_down: false,
         transition_generation: 0,
         created_at: now,
         updated_at: now,

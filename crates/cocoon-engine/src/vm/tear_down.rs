@@ -19,9 +19,22 @@ use crate::{
 /// How long a killed QEMU may take to be gone.
 const KILL_LIMIT: Duration = Duration::from_secs(20);
 
+/// Removes a VM by name if its guest has not run since the capture that made `snapshot`.
+pub(crate) async fn remove_captured(
+    shared: &Shared,
+    reference: &str,
+    snapshot: &str,
+) -> Result<(), ChangeError> {
+    let (record, lock) = shared.lock_existing(reference, "removal of a hibernated VM").await?;
+    if record.captured_as.as_deref() != Some(snapshot) {
+        return Err(ChangeError::WentOn(record.vm.config.name));
+    }
+    Ok(all(shared, &record, lock).await?)
+}
+
 /// Removes a VM by name. One that runs is removed only with `force`.
 pub(crate) async fn remove(shared: &Shared, reference: &str, force: bool) -> Result<(), ChangeError> {
-    let (record, lock) = shared.lock_existing(reference).await?;
+    let (record, lock) = shared.lock_existing(reference, "removal").await?;
     if !force && shared.process_of(&record).is_some() {
         return Err(ChangeError::ForceRequired(record.vm.config.name));
     }

@@ -43,6 +43,7 @@ fn vm() -> Vm {
         paused: false,
         cloned_from: String::new(),
         warnings: Vec::new(),
+        links_down: false,
         transition_generation: 2,
         created_at: time(),
         updated_at: time(),
