@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 
-use super::{Channel, Entropy, Exec, GuestError};
+use super::{Channel, Entropy, Exec, GuestError, session::refused};
 use crate::protocol::Identity;
 
 /// Each step of the script is bounded by the caller; this bounds the two sessions on their own.
@@ -41,7 +41,7 @@ pub(crate) async fn identity(channel: &Channel, identity: &Identity) -> Result<(
     let output = channel.output(Exec { argv, env: environment(identity) }, STEP).await?;
     match output.code {
         0 => Ok(()),
-        code => Err(GuestError::Refused(format!(
+        code => Err(refused(&format!(
             "the identity script ended with {code}: {}",
             String::from_utf8_lossy(&output.stderr).trim()
         ))),

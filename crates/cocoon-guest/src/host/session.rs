@@ -11,6 +11,8 @@ use crate::protocol::{Frame, FrameError, FrameReader, FrameWriter, Kind, STDIN_C
 /// Largest piece of output in one event, so that a full queue stays below 1 MiB.
 const EVENT_CHUNK: usize = 64 << 10;
 const QUEUE: usize = 8;
+/// Most characters of a guest's words that go into an error or the log.
+const QUOTED: usize = 200;
 
 /// Entropy for [`super::Channel::reseed`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -107,6 +109,7 @@ async fn listen<R: AsyncRead + Unpin>(
     mut frames: FrameReader<R>,
     events: &mpsc::Sender<Result<ExecEvent, GuestError>>,
 ) -> Result<(), GuestError> {
+    let mut unknown = false;
     loop {
         let frame = frames.next().await.map_err(broken)?.ok_or(GuestError::Closed)?;
         let sent = match frame.kind {
@@ -122,9 +125,13 @@ async fn listen<R: AsyncRead + Unpin>(
                 drop(events.send(Ok(ExecEvent::Exit(code))).await);
                 return Ok(());
             }
-            Kind::Error => return Err(GuestError::Refused(frame.message)),
+            Kind::Error => return Err(refused(&frame.message)),
             other => {
-                tracing::warn!(kind = other.as_str(), "the guest agent sent a frame of unknown type");
+                // Once a session: how much lands in the host's log is not for the guest to say.
+                if !std::mem::replace(&mut unknown, true) {
+                    let kind = quoted(other.as_str());
+                    tracing::warn!(kind, "the guest agent sent a frame of unknown type");
+                }
                 Ok(())
             }
         };
@@ -165,7 +172,7 @@ pub async fn ask<T: AsyncRead + AsyncWrite>(io: T, frame: &Frame) -> Result<(), 
                     code => Err(GuestError::Protocol(format!("exit code {code} where only 0 makes sense"))),
                 };
             }
-            Kind::Error => return Err(GuestError::Refused(frame.message)),
+            Kind::Error => return Err(refused(&frame.message)),
             _ => {}
         }
     }
@@ -176,12 +183,97 @@ fn exit_code(frame: &Frame) -> Result<i32, GuestError> {
         .map_err(|_| GuestError::Protocol(format!("exit code {} is none", frame.exit_code)))
 }
 
+/// What the guest says for a refusal, bounded.
+pub(crate) fn refused(message: &str) -> GuestError {
+    GuestError::Refused(quoted(message))
+}
+
+/// The beginning of a guest's words, on one line and without control characters: they end up in logs and on
+/// terminals of the host.
+fn quoted(text: &str) -> String {
+    let mut rest = text.chars();
+    let tame = |c: char| if c.is_control() { ' ' } else { c };
+    let mut quoted: String = rest.by_ref().take(QUOTED).map(tame).collect();
+    if rest.next().is_some() {
+        quoted.push('…');
+    }
+    quoted
+}
+
 /// A reset stream reads as an error of the connection; everything else is the peer's fault.
 fn broken(error: FrameError) -> GuestError {
     match error {
         FrameError::Truncated => GuestError::Closed,
         FrameError::Io(e) if e.kind() == std::io::ErrorKind::WriteZero => GuestError::Closed,
         FrameError::Io(e) => GuestError::Io(e),
-        other => GuestError::Protocol(other.to_string()),
+        other => GuestError::Protocol(quoted(&other.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io,
+        sync::{Arc, Mutex},
+    };
+
+    use tokio::io::{AsyncWriteExt as _, duplex};
+    use tracing::instrument::WithSubscriber as _;
+
+    use super::*;
+
+    #[test]
+    fn a_guests_words_are_cut_and_kept_on_one_line() {
+        assert_eq!(quoted("exec: no such file"), "exec: no such file");
+        assert_eq!(quoted("a\nb\u{1b}[2J"), "a b [2J");
+        let long = quoted(&"ü".repeat(8 << 20));
+        assert_eq!(long.chars().count(), QUOTED + 1);
+        assert!(long.ends_with("ü…"));
+    }
+
+    #[tokio::test]
+    async fn an_endless_refusal_becomes_a_short_error() {
+        let (ours, theirs) = duplex(64 << 10);
+        let guest = async {
+            let (_reader, writer) = split(theirs);
+            FrameWriter::new(writer).send(&Frame::error("x".repeat(1 << 20))).await.unwrap();
+        };
+        let frame = Entropy::default().frame();
+        let (answer, ()) = tokio::join!(ask(ours, &frame), guest);
+        let text = answer.unwrap_err().to_string();
+        assert!(text.len() < 300, "{} bytes", text.len());
+    }
+
+    /// Counts the events of a session.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            io::Write::write(&mut *self.0.lock().unwrap(), bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn unknown_frames_fill_no_log() {
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).finish();
+        let (ours, mut theirs) = duplex(64 << 10);
+        let word = "x".repeat(10_000);
+        let frames = format!("{{\"type\":\"{word}\"}}\n").repeat(50) + "{\"type\":\"exit\"}\n";
+        let (events, mut heard) = mpsc::channel(QUEUE);
+        let listening = listen(FrameReader::new(ours), &events).with_subscriber(subscriber);
+        let (done, sent) = tokio::join!(listening, theirs.write_all(frames.as_bytes()));
+        done.unwrap();
+        sent.unwrap();
+        assert!(matches!(heard.recv().await, Some(Ok(ExecEvent::Exit(0)))), "they are passed over");
+        let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(log.lines().count(), 1);
+        assert!(log.contains("unknown type") && log.len() < 600, "{log}");
     }
 }
