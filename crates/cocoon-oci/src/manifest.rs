@@ -85,14 +85,15 @@ impl Document {
         })
     }
 
+    /// Everything that this document needs, in order.
+    pub fn descriptors(&self) -> impl Iterator<Item = &Descriptor> {
+        let config = (!self.config.digest.is_empty()).then_some(&self.config);
+        config.into_iter().chain(&self.layers).chain(&self.manifests)
+    }
+
     /// Every digest that this document needs, in order.
     pub fn references(&self) -> impl Iterator<Item = &str> {
-        let config = (!self.config.digest.is_empty()).then_some(&self.config);
-        config
-            .into_iter()
-            .chain(&self.layers)
-            .chain(&self.manifests)
-            .map(|descriptor| descriptor.digest.as_str())
+        self.descriptors().map(|descriptor| descriptor.digest.as_str())
     }
 
     /// Whether this is an index of manifests rather than a manifest.

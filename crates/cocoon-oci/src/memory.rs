@@ -24,6 +24,7 @@ struct State {
     manifests: BTreeMap<(String, String), Manifest>,
     puts: Vec<String>,
     failing: BTreeSet<String>,
+    hidden: BTreeSet<String>,
 }
 
 /// A registry in memory.
@@ -72,6 +73,11 @@ impl Memory {
     /// From now on every request that names `object` (a digest, tag or repository) cannot be answered.
     pub fn fail(&self, object: &str) {
         self.state().failing.insert(object.to_owned());
+    }
+
+    /// Once a manifest was put under `reference`, that reference can be asked no more.
+    pub fn fail_after_put(&self, reference: &str) {
+        self.state().hidden.insert(reference.to_owned());
     }
 
     /// Digests of blobs that were put, in order.
@@ -153,6 +159,9 @@ impl Registry for Memory {
         let mut state = self.state();
         state.manifests.insert(key(repository, &digest), manifest.clone());
         state.manifests.insert(key(repository, reference), manifest);
+        if let Some(hidden) = state.hidden.take(reference) {
+            state.failing.insert(hidden);
+        }
         Ok(digest)
     }
 

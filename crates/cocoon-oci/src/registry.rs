@@ -72,6 +72,12 @@ pub struct Manifest {
 pub trait Registry: Send + Sync + std::fmt::Debug {
     /// Whether the blob is there.
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError>;
+    /// Whether the blob is there whole. A registry that keeps lengths takes a blob of another one as absent,
+    /// so that it is sent again; this default cannot tell.
+    async fn has_blob_of(&self, repository: &str, digest: &str, size: u64) -> Result<bool, RegistryError> {
+        let _ = size;
+        self.has_blob(repository, digest).await
+    }
     /// Stores a blob; refuses content that does not match `digest` and `size`.
     async fn put_blob(
         &self,

@@ -154,6 +154,35 @@ async fn doubt_about_the_tag_stops_a_push_and_is_no_absence() {
     assert_eq!(read(&registry, VM, "other").await.unwrap(), None);
 }
 
+#[tokio::test]
+async fn a_push_that_cannot_be_read_back_says_that_the_tag_may_have_moved() {
+    let registry = Memory::new();
+    registry.fail_after_put("hibernate");
+    let error = pushed(&registry, "hibernate", "s", &small()).await.unwrap_err();
+    let PushError::Unconfirmed { digest, .. } = &error else { panic!("{error}") };
+    assert!(registry.get_manifest(VM, digest).await.unwrap().is_some(), "the next try may call it its own");
+}
+
+#[tokio::test]
+async fn a_blob_that_a_crash_cut_is_sent_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = OciLayout::open(folder.path()).unwrap();
+    pushed(&layout, "latest", "s", &small()).await.unwrap();
+    let manifest = layout.get_manifest(VM, "latest").await.unwrap().unwrap();
+    let layers = Document::parse(&manifest.bytes).unwrap().layers;
+    let path = folder.path().join("blobs/sha256").join(layers[0].digest.trim_start_matches("sha256:"));
+    for cut in [0, 10] {
+        File::options().write(true).open(&path).unwrap().set_len(cut).unwrap();
+        let again = layout.put_manifest(VM, "other", OCI_MANIFEST, manifest.bytes.clone()).await;
+        let error = std::error::Error::source(&again.unwrap_err()).unwrap().to_string();
+        assert!(error.contains(&layers[0].digest) && error.contains("instead of"), "{error}");
+        pushed(&layout, "latest", "s", &small()).await.unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), layers[0].size.cast_unsigned());
+        let to = tempfile::tempdir().unwrap();
+        pull(&layout, VM, "latest", to.path()).await.unwrap();
+    }
+}
+
 /// A layout that answers every delete with "unsupported", as some registries do.
 #[derive(Debug)]
 struct NoDelete(OciLayout);

@@ -104,6 +104,15 @@ impl Registry for OciLayout {
         self.blocking(move |store| Ok(store.open_blob(&digest, true)?.is_some())).await
     }
 
+    async fn has_blob_of(&self, repository: &str, digest: &str, size: u64) -> Result<bool, RegistryError> {
+        check(repository, None)?;
+        let digest = digest.to_owned();
+        self.blocking(move |store| {
+            Ok(store.open_blob(&digest, true)?.is_some_and(|(_, length)| length == size))
+        })
+        .await
+    }
+
     async fn put_blob(
         &self,
         repository: &str,

@@ -20,7 +20,7 @@ use rustix::fs::{FlockOperation, flock};
 use super::index::{Index, Target, read_capped};
 use crate::{
     digest::{self, Hasher},
-    manifest::{Document, MAX_MANIFEST},
+    manifest::{Descriptor, Document, MAX_MANIFEST},
     registry::{Manifest, RegistryError},
 };
 
@@ -257,22 +257,32 @@ impl Store {
         })?;
         let _held = self.locked(FlockOperation::LockExclusive)?;
         let mut index = Index::read(&self.root)?;
-        for needed in document.references() {
-            if !self.blob(needed)?.exists() {
-                return Err(RegistryError::unavailable(
-                    format!(
-                        "storing manifest {repository} {reference} in {}: push again",
-                        self.root.display()
-                    ),
-                    format!("blob {needed} is not there"),
-                ));
-            }
+        for needed in document.descriptors() {
+            self.whole(needed).map_err(|why| {
+                let root = self.root.display();
+                let what = format!("storing manifest {repository} {reference} in {root}: push again");
+                RegistryError::unavailable(what, why)
+            })?;
         }
         self.put_unlocked(&digest, bytes)?;
         files::sync_folder(&self.blobs()).map_err(|error| self.full(&digest, error))?;
         index.point(repository, reference, &Target { digest: &digest, media_type, size: bytes.len() });
         index.write(&self.root)?;
         Ok(digest)
+    }
+
+    /// Whether a blob is there with the length that its descriptor says: a crashed machine leaves files cut.
+    fn whole(&self, needed: &Descriptor) -> Result<(), String> {
+        let Descriptor { digest, size, .. } = needed;
+        let path = self.blob(digest).map_err(|error| error.to_string())?;
+        match std::fs::metadata(path) {
+            Ok(found) if i64::try_from(found.len()) == Ok(*size) => Ok(()),
+            Ok(found) => Err(format!("blob {digest} has {} bytes instead of {size}", found.len())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(format!("blob {digest} is not there"))
+            }
+            Err(error) => Err(format!("blob {digest} cannot be looked at: {error}")),
+        }
     }
 
     /// Like [`Self::put`], for a caller that holds the lock.

@@ -207,7 +207,7 @@ pub struct Facts {
     pub annotations: BTreeMap<String, String>,
 }
 
-/// Why a push failed. The tag is as it was.
+/// Why a push failed. The tag is as it was, unless it is [`PushError::Unconfirmed`].
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PushError {
@@ -220,6 +220,22 @@ pub enum PushError {
         tag: String,
         /// The digest found.
         found: String,
+    },
+    /// The manifest was sent, but whether the tag points to it could not be seen: it is there, or the tag is
+    /// as it was, or somebody else has moved it meanwhile.
+    #[error(
+        "{repository}:{tag} was pushed as {digest}, but the registry does not confirm it; look at the tag, then push again"
+    )]
+    Unconfirmed {
+        /// Repository.
+        repository: String,
+        /// Tag.
+        tag: String,
+        /// The digest of the manifest that was sent: what a guard of the next try may allow as one's own.
+        digest: String,
+        /// Why.
+        #[source]
+        source: RegistryError,
     },
     /// An annotation key is reserved.
     #[error("annotation {0:?} is reserved")]

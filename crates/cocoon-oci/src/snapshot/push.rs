@@ -33,7 +33,7 @@ use crate::{
     digest::{self, Hasher},
     manifest::{Descriptor, Document, OCI_MANIFEST, TITLE},
     media,
-    reference::{is_repository, is_tag, local},
+    reference::{is_repository, is_tag},
     registry::{Body, Registry, RegistryError},
 };
 
@@ -312,7 +312,7 @@ impl<'a> Push<'a> {
         };
         let (repository, digest) = (self.repository, stored.digest.as_str());
         let put = async || {
-            if self.registry.has_blob(repository, digest).await? {
+            if self.registry.has_blob_of(repository, digest, stored.size).await? {
                 return Ok(());
             }
             match content {
@@ -336,17 +336,28 @@ impl<'a> Push<'a> {
         let manifest = Bytes::from(document.to_bytes());
         let digest = digest::of(&manifest);
         self.guard(&digest).await?;
-        let put = self.registry.put_manifest(self.repository, self.tag, OCI_MANIFEST, manifest).await;
-        let put = put.map_err(|error| self.registry_error(error))?;
-        let seen = self.registry.get_manifest(self.repository, self.tag).await;
-        let seen = seen.map_err(|error| self.registry_error(error))?.map(|manifest| manifest.digest);
-        if put != digest || seen.as_ref() != Some(&digest) {
-            let object = local(self.repository, self.tag);
-            return Err(self.registry_error(RegistryError::Corrupt { object }));
-        }
+        self.publish(&digest, manifest).await?;
         let layers = document.layers.iter().map(|layer| layer.size);
         let total = layers.chain([document.config.size]).map(i64::cast_unsigned).sum();
         Ok(Pushed { digest, sent: self.sent.load(Ordering::Relaxed), total })
+    }
+
+    /// Puts the manifest under the tag and looks whether it is there.
+    async fn publish(&self, digest: &str, manifest: Bytes) -> Result<(), PushError> {
+        let put = self.registry.put_manifest(self.repository, self.tag, OCI_MANIFEST, manifest).await;
+        let seen = self.registry.get_manifest(self.repository, self.tag).await;
+        match (put, seen.map(|manifest| manifest.map(|manifest| manifest.digest))) {
+            (Ok(put), Ok(Some(seen))) if put == digest && seen == digest => Ok(()),
+            // The tag was seen, and it is not ours: the failure is all there is.
+            (Err(error), Ok(seen)) if seen.as_deref() != Some(digest) => Err(self.registry_error(error)),
+            (Err(error), _) | (Ok(_), Err(error)) => Err(self.unconfirmed(digest, error)),
+            _ => Err(self.unconfirmed(digest, RegistryError::Corrupt { object: digest.to_owned() })),
+        }
+    }
+
+    fn unconfirmed(&self, digest: &str, source: RegistryError) -> PushError {
+        let [repository, tag, digest] = [self.repository, self.tag, digest].map(str::to_owned);
+        PushError::Unconfirmed { repository, tag, digest, source }
     }
 
     fn describe(&self, mut config: Config, files: Vec<Filed>) -> Result<(Config, Document), PushError> {
