@@ -314,7 +314,7 @@ async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
 pub(crate) async fn coexist_with_others(network: &NetworkConfig) {
     // No such table is the ordinary case.
     let Ok(listing) = nft::list_json(coexist::LIST).await else { return };
-    let text = coexist::accepts(&listing, &network.bridge);
+    let text = coexist::accepts(&listing, &network.bridge, &bridges_of_others(network).await);
     if text.is_empty() {
         return;
     }
@@ -324,6 +324,23 @@ pub(crate) async fn coexist_with_others(network: &NetworkConfig) {
             tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
         }
     }
+}
+
+/// The host's other bridges, without those that lead to the world: they are networks of containers and VMs.
+async fn bridges_of_others(network: &NetworkConfig) -> Vec<String> {
+    let Ok(netlink) = Netlink::open() else { return Vec::new() };
+    let links = netlink.links().await.unwrap_or_default();
+    // Of this thread's network namespace, as all that is done here.
+    let routes = std::fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default();
+    let uplinks = coexist::uplinks(&routes);
+    let others = links.into_iter().filter(|link| link.is_bridge && link.name != network.bridge);
+    let mut names: Vec<String> = others
+        .map(|link| link.name)
+        // A name that cannot be put into a rule is not one that Docker gives.
+        .filter(|name| !uplinks.contains(&name.as_str()) && names::check_bridge(name).is_ok())
+        .collect();
+    names.sort();
+    names
 }
 
 /// Names the network in errors.

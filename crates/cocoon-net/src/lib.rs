@@ -28,23 +28,5 @@ mod sys;
 mod sysctl;
 
 #[cfg(test)]
-mod testing {
-    use std::{net::Ipv4Addr, path::Path, time::Duration};
-
-    use crate::config::NetworkConfig;
-
-    /// A network for tests.
-    pub(crate) fn network(state_dir: &Path) -> NetworkConfig {
-        NetworkConfig {
-            bridge: "cocoon0".to_owned(),
-            subnet: "10.77.0.0/24".parse().unwrap(),
-            gateway: Ipv4Addr::new(10, 77, 0, 1),
-            dns: vec![Ipv4Addr::new(9, 9, 9, 9)],
-            lease_time: Duration::from_secs(3600),
-            masquerade: true,
-            vm_to_vm: false,
-            state_dir: state_dir.to_owned(),
-            control_socket: state_dir.join("control.sock"),
-        }
-    }
-}
+#[path = "../tests/support/fixture.rs"]
+mod testing;

@@ -306,6 +306,20 @@ async fn world() -> Namespace {
     world
 }
 
+/// A container on Docker's own bridge.
+async fn container() -> Namespace {
+    let container = Namespace::new();
+    shell(&format!(
+        "ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up && \
+         ip link add veth0 master docker0 type veth peer name eth0 netns {} && ip link set veth0 up",
+        container.pid()
+    ));
+    container
+        .shell("ip addr add 172.17.0.2/16 dev eth0 && ip link set eth0 up && ip route add default via 172.17.0.1")
+        .await;
+    container
+}
+
 #[test]
 fn a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing() {
     on_a_fresh_host(
@@ -321,12 +335,16 @@ fn a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing
                iptables -t nat -A PREROUTING -m addrtype --dst-type LOCAL -j ACCEPT; iptables -A INPUT -p icmp -j ACCEPT",
             );
             std::fs::write("/proc/sys/net/ipv4/ip_forward", "0").unwrap();
+            let container = container().await;
             let before = host_network();
             let daemon = Daemon::start(&network).await;
             let guest = Guest::new(&network, VM_A, MAC_A).await;
             let (success, text) = guest.dhcp().await;
             assert!(success, "{text}");
             guest.inside.shell("busybox ping -c 1 -W 2 198.51.100.7").await;
+            ok("busybox", "ping -c 1 -W 2 172.17.0.2");
+            let (reaches, _) = guest.inside.try_shell("busybox ping -c 1 -W 1 172.17.0.2").await;
+            assert!(!reaches, "a guest reaches what a container does not publish");
             // What Docker does when it starts anew.
             shell("iptables -F DOCKER-USER; iptables -A DOCKER-USER -j RETURN");
             eventually("the rules in Docker's chain", || {
@@ -347,7 +365,7 @@ fn a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing
             assert_eq!(host_network(), before);
             assert_eq!(files(&network.state_dir), ["daemon.lock"]);
             daemon::teardown(&network, false).await.unwrap();
-            drop(world);
+            drop((world, container));
         },
     );
 }

@@ -3,6 +3,7 @@
 //! Entry points: [`on_a_fresh_host`], [`Guest`], [`RawGuest`]. A test runs itself again under `unshare -n`, so the
 //! machine's own network is never touched.
 
+mod fixture;
 pub(crate) mod sys;
 
 use std::{
@@ -20,7 +21,7 @@ use std::{
 };
 
 use cocoon_net::{
-    config::NetworkConfig,
+    config::{self, NetworkConfig},
     daemon::{self, DaemonError, DaemonOptions},
     links::{self, Tap},
 };
@@ -91,17 +92,12 @@ pub(crate) fn host_network() -> String {
     )
 }
 
+/// The network of the tests, with folders that do not exist yet.
 pub(crate) fn network(folder: &Path) -> NetworkConfig {
     NetworkConfig {
-        bridge: "cocoon0".to_owned(),
-        subnet: "10.77.0.0/24".parse().unwrap(),
-        gateway: Ipv4Addr::new(10, 77, 0, 1),
-        dns: vec![Ipv4Addr::new(9, 9, 9, 9)],
-        lease_time: Duration::from_secs(3600),
-        masquerade: true,
-        vm_to_vm: false,
         state_dir: folder.join("net"),
         control_socket: folder.join("run/net.sock"),
+        ..fixture::network(folder)
     }
 }
 
