@@ -56,6 +56,8 @@ pub struct NodeConfig {
     pub poll: Duration,
     /// How long a fork waits for its source's baseline.
     pub fork_deadline: Duration,
+    /// The longest pause of a guest by a hibernation (`VK_HIBERNATE_PAUSE_LIMIT`, 120 s).
+    pub pause_limit: Duration,
     /// How long a shutdown waits for steps under way.
     pub shutdown_limit: Duration,
 }
@@ -83,6 +85,7 @@ impl NodeConfig {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             poll: Duration::from_secs(1),
             fork_deadline: Duration::from_secs(60),
+            pause_limit: crate::planner::PAUSE_LIMIT,
             shutdown_limit: Duration::from_secs(20),
         }
     }

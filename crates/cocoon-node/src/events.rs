@@ -66,6 +66,8 @@ impl Events {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         told.retain(|_, at| now.duration_since(*at) < SAME_AGAIN);
         if told.len() >= REMEMBERED {
+            let dropped = self.dropped.fetch_add(1, Ordering::Relaxed) + 1;
+            tracing::warn!(dropped, "too many different events within a short while; events are dropped");
             return false;
         }
         let words = (uid.to_owned(), what.to_string());

@@ -43,6 +43,9 @@ pub enum Phase {
     RollingBack {
         /// What this attempt pushed.
         pushed: Saved,
+        /// When the guest was paused.
+        #[serde(default)]
+        paused_at: Option<Timestamp>,
     },
     /// No VM; the state is saved.
     Hibernated {
@@ -115,6 +118,10 @@ pub struct OwnerRecord {
     /// The answer to the last live snapshot request.
     #[serde(default)]
     pub live: Option<LiveAnswer>,
+    /// Captures that the guest has outrun and whose push may have reached `:hibernate`, or may yet: where
+    /// the tag holds one of them, it is ours to overwrite and owed to be dropped.
+    #[serde(default)]
+    pub strays: Vec<String>,
 }
 
 /// An answer to a live snapshot request; each request is answered once.
@@ -126,7 +133,33 @@ pub struct LiveAnswer {
     pub failure: Option<String>,
 }
 
+/// Strays that are remembered; the oldest go first (I9).
+const MAX_STRAYS: usize = 16;
+
+impl Phase {
+    /// The capture that counts: the guest has not run since.
+    #[must_use]
+    pub const fn captured(&self) -> Option<&String> {
+        match self {
+            Self::Hibernating { captured, .. } | Self::Deleting { captured, .. } => captured.as_ref(),
+            Self::RollingBack { pushed, .. } => Some(&pushed.snapshot),
+            _ => None,
+        }
+    }
+}
+
 impl OwnerRecord {
+    /// The same record in another phase, in which the capture `snapshot` is stale wherever it may be.
+    #[must_use]
+    pub fn outrunning(&self, snapshot: &str, phase: Phase) -> Self {
+        let mut next = self.in_phase(phase);
+        next.strays.retain(|known| known != snapshot);
+        next.strays.push(snapshot.to_owned());
+        let surplus = next.strays.len().saturating_sub(MAX_STRAYS);
+        next.strays.drain(..surplus);
+        next
+    }
+
     /// The same record in another phase.
     #[must_use]
     pub fn in_phase(&self, phase: Phase) -> Self {

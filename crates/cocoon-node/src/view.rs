@@ -218,6 +218,10 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
 
 fn not_probed(o: &Observation, wish: &Wish, running: bool) -> Trouble {
     let message = match (running, o.reach.message.as_str()) {
+        _ if o.vm_there().is_some_and(|vm| vm.links_down) => format!(
+            "the guest of VM {} has not taken its identity yet, so its network is still off; it is told again",
+            wish.vm_name
+        ),
         (false, _) => format!("VM {} is not running", wish.vm_name),
         (true, "") => format!("VM {} was not probed yet", wish.vm_name),
         (true, why) => why.to_owned(),

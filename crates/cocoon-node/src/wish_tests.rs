@@ -107,6 +107,8 @@ fn living() -> Observation {
         pid: 1,
         macs: Vec::new(),
         hypervisor: "qemu".into(),
+        came_up: true,
+        links_down: false,
     };
     Observation {
         wish: Some(read(&[]).unwrap()),
@@ -155,7 +157,14 @@ fn what_a_pod_shows_follows_from_where_its_vm_is() {
             true,
         ),
         ("pushed", at(pushed), "Running", false, "hibernating", false),
-        ("rolling back", at(Phase::RollingBack { pushed: saved.clone() }), "Running", true, "ready", true),
+        (
+            "rolling back",
+            at(Phase::RollingBack { pushed: saved.clone(), paused_at: None }),
+            "Running",
+            true,
+            "ready",
+            true,
+        ),
         ("hibernated", at(Phase::Hibernated { saved }), "Running", false, "hibernated", false),
         ("lost", at(Phase::Lost { trouble: lost }), "Failed", false, "failed", false),
     ] {

@@ -172,8 +172,8 @@ impl Inbox {
         self.state().pods.retain(|known| known.uid() != uid);
     }
 
-    /// What the list said last, once.
-    pub(super) fn take_listed(&self) -> Option<Listed> {
+    /// What the list said last.
+    pub(super) fn last_listed(&self) -> Option<Listed> {
         self.state().listed.clone()
     }
 

@@ -67,7 +67,11 @@ pub(super) fn doubt(o: &mut Observation, step: &Step) {
         Step::Run(_) | Step::Clone(_) => {
             (o.vm, o.fork, o.captured_now) = (Seen::Unknown, Seen::Unknown, None);
         }
-        Step::Start | Step::Resume | Step::RemoveVm { .. } | Step::Capture { .. } | Step::LiveSnapshot(_) => {
+        Step::Start
+        | Step::Resume
+        | Step::RemoveVm { .. }
+        | Step::Capture { .. }
+        | Step::LiveSnapshot { .. } => {
             (o.vm, o.captured_now) = (Seen::Unknown, None);
         }
         Step::PullSource => o.source = Seen::Unknown,
@@ -97,6 +101,14 @@ pub(super) fn unanswered(o: &mut Observation, look: Look, trouble: Trouble) {
 pub(super) fn forget_looks(o: &mut Observation) {
     (o.saved, o.import, o.source) = (Seen::Unknown, Seen::Unknown, Seen::Unknown);
     (o.tag, o.fork) = (Seen::Unknown, Seen::Unknown);
+    ask_again(o);
+}
+
+/// What gave no answer is asked again; answers stand.
+pub(super) fn ask_again(o: &mut Observation) {
+    if matches!(o.tag, Seen::Failed(_)) {
+        o.tag = Seen::Unknown;
+    }
     if matches!(o.vm, Seen::Failed(_)) {
         o.vm = Seen::Unknown;
     }
@@ -132,7 +144,7 @@ pub(super) const fn engine_calls(step: &Step) -> usize {
         | Step::PushHibernate(_)
         | Step::PushLatest(_) => 1,
         Step::PullSource | Step::PullImport { .. } => 2,
-        Step::LiveSnapshot(_) => 4,
+        Step::LiveSnapshot { .. } => 4,
         Step::DropSnapshots(names) => names.len(),
         _ => 0,
     }

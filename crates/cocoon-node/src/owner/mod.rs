@@ -13,6 +13,8 @@ mod probe;
 mod retry;
 #[cfg(test)]
 pub(crate) mod stage;
+#[cfg(test)]
+mod storms;
 mod task;
 #[cfg(test)]
 mod tests;

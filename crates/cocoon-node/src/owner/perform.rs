@@ -17,6 +17,10 @@ use crate::{
     reason::{Reason, Trouble},
 };
 
+/// How long a short question to the registry may take, at least and at most.
+const ANSWER_LEAST: Duration = Duration::from_secs(5);
+const ANSWER_MOST: Duration = Duration::from_secs(30);
+
 /// What a step needs to know besides itself.
 #[derive(Debug, Clone)]
 pub(super) struct Scene {
@@ -70,10 +74,11 @@ pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) 
             let pushed = registry(context)?.push(request.as_ref().clone()).await;
             named(pushed.map(Found::Text), Reason::DeleteSnapshotFailed)
         }
-        Step::LiveSnapshot(request) => live_snapshot(context, vm, request).await,
+        Step::LiveSnapshot { push, .. } => live_snapshot(context, vm, push).await,
         Step::DropTag { digest, snapshot } => {
             let tag = cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG;
-            let dropped = registry(context)?.drop_tag(vm, tag, digest, snapshot).await;
+            let dropped = registry(context)?.drop_tag(vm, tag, digest, snapshot);
+            let dropped = answered(scene, vm, dropped).await?;
             named(dropped.map(|()| Found::Done), Reason::RegistryUnavailable)
         }
         Step::DropSnapshots(names) => {
@@ -110,6 +115,18 @@ fn registry(context: &Context) -> Result<&dyn Registry, Trouble> {
     })
 }
 
+/// A short question to the registry, which a paused guest may be waiting for.
+async fn answered<T>(scene: &Scene, vm: &str, question: impl Future<Output = T>) -> Result<T, Trouble> {
+    let limit = scene.pause_left.clamp(ANSWER_LEAST, ANSWER_MOST);
+    tokio::time::timeout(limit, question).await.map_err(|_| {
+        let message = format!(
+            "the registry said nothing about {vm}:hibernate within {} s; it is asked again",
+            limit.as_secs()
+        );
+        Trouble::new(Reason::HibernateEvidenceUnavailable, message)
+    })
+}
+
 async fn look_at(context: &Arc<Context>, scene: &Scene, look: Look) -> Result<Found, Trouble> {
     let (ports, vm) = (&context.ports, scene.vm_name.as_str());
     let name = match look {
@@ -118,7 +135,7 @@ async fn look_at(context: &Arc<Context>, scene: &Scene, look: Look) -> Result<Fo
         }
         Look::Tag => {
             let tag = cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG;
-            let facts = registry(context)?.facts(vm, tag).await;
+            let facts = answered(scene, vm, registry(context)?.facts(vm, tag)).await?;
             return named(facts.map(Found::Tag), Reason::HibernateEvidenceUnavailable);
         }
         Look::Fork => return ask_source(context, scene).await,
@@ -130,8 +147,9 @@ async fn look_at(context: &Arc<Context>, scene: &Scene, look: Look) -> Result<Fo
     named(ports.snapshots.get(&name).await.map(Found::Snapshot), Reason::EngineUnavailable)
 }
 
-/// The local copy of the clone source, if it is what the registry's tag holds now. Where the registry
-/// cannot be asked, the copy serves.
+/// The local copy of the clone source, if it is what the registry's tag holds now; so `force-pull` has
+/// nothing to add. A registry that gives no answer leaves it open (I5), and what the registry does not have
+/// is not made from an old copy. Without a registry the copy is all there is.
 async fn look_at_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Trouble> {
     let Some(How::Clone(source)) = scene.wish.as_ref().map(|wish| &wish.how) else {
         return Ok(Found::Snapshot(None));
@@ -139,11 +157,9 @@ async fn look_at_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, 
     let local = context.ports.snapshots.get(&source.local).await;
     let Some(local) = named(local, Reason::EngineUnavailable)? else { return Ok(Found::Snapshot(None)) };
     let Some(registry) = &context.ports.registry else { return Ok(Found::Snapshot(Some(local))) };
-    let current = match registry.facts(&source.repository, &source.reference).await {
-        Ok(Some(tag)) => tag.snapshot_id == local.id,
-        Ok(None) | Err(_) => true,
-    };
-    Ok(Found::Snapshot(current.then_some(local)))
+    let facts = registry.facts(&source.repository, &source.reference).await;
+    let there = named(facts, Reason::RegistryUnavailable)?;
+    Ok(Found::Snapshot(there.filter(|tag| tag.snapshot_id == local.id).map(|_| local)))
 }
 
 async fn ask_source(context: &Arc<Context>, scene: &Scene) -> Result<Found, Trouble> {
@@ -217,7 +233,7 @@ async fn push_hibernate(
                 request.repository,
                 request.tag,
                 scene.vm_name,
-                crate::planner::PAUSE_LIMIT.as_secs()
+                context.config.pause_limit.as_secs()
             );
             Err(Trouble::new(Reason::HibernatePauseLimit, message))
         }

@@ -16,9 +16,9 @@ use crate::{
         retry::Retry,
     },
     planner::{
-        PAUSE_LIMIT, Step,
+        Look, Step,
         observation::{Cooling, Observation, PodKey, Seen, Wish},
-        pause_left, plan,
+        plan,
     },
     ports::VmPhase,
     reason::{Reason, Trouble},
@@ -46,6 +46,8 @@ pub(super) struct Owner {
     probe: Option<ProbeTask>,
     seat: Option<(PodKey, String)>,
     bystanders: BTreeMap<String, View>,
+    /// A bystander is being deleted and the API did not take its end yet.
+    end_again: bool,
     /// Steps since the last rest: a fuse against a planner that turns in circles (I9).
     steps: u32,
 }
@@ -62,7 +64,12 @@ impl Owner {
         record: Option<OwnerRecord>,
     ) -> Self {
         let now = context.world.instant();
-        let o = Observation { registry: context.ports.registry.is_some(), record, ..Observation::default() };
+        let o = Observation {
+            registry: context.ports.registry.is_some(),
+            pause_limit: Some(context.config.pause_limit),
+            record,
+            ..Observation::default()
+        };
         Self {
             context,
             vm_name,
@@ -78,6 +85,7 @@ impl Owner {
             probe: None,
             seat: None,
             bystanders: BTreeMap::new(),
+            end_again: false,
             steps: 0,
         }
     }
@@ -101,7 +109,10 @@ impl Owner {
             match step {
                 Step::Rest if self.may_retire() && self.context.directory.retire(&self.vm_name) => return,
                 Step::Rest => self.sleep(None).await,
-                Step::Wait(limit) => self.sleep(Some(limit)).await,
+                Step::Wait(limit) => {
+                    self.sleep(Some(limit)).await;
+                    known::ask_again(&mut self.o);
+                }
                 // Trying again cannot help before the wish changes.
                 Step::Fail(trouble)
                     if trouble.reason.is_final() && self.o.failure.as_ref() == Some(&trouble) =>
@@ -135,7 +146,7 @@ impl Owner {
     }
 
     fn take_listed(&mut self) {
-        let Some(listed) = self.inbox.take_listed().filter(|listed| listed.asked > self.touched) else {
+        let Some(listed) = self.inbox.last_listed().filter(|listed| listed.asked > self.touched) else {
             return;
         };
         match (&self.o.vm, &listed.vm) {
@@ -182,7 +193,8 @@ impl Owner {
                 self.inbox.forget(over.uid());
             }
             self.pods.retain(|pod| !pod.gone);
-            return self.pods.first().and_then(|pod| wish::read(&pod.pod, &self.context.config, false).ok());
+            // One that cannot be read (any more) is refused (`tend_bystanders`) and blocks nobody.
+            return self.pods.iter().find_map(|pod| wish::read(&pod.pod, &self.context.config, false).ok());
         };
         let Some(pod) = self.pods.iter().find(|pod| pod.uid() == record.uid) else {
             return Some(wish::of_record(&record, &self.context.config));
@@ -279,11 +291,10 @@ impl Owner {
 
     /// Pods that wait behind the head, or that may not have this name at all.
     async fn tend_bystanders(&mut self) {
-        let Some((key, uid)) = self.o.wish.as_ref().map(|wish| (wish.key.clone(), wish.uid.clone())) else {
-            return;
-        };
+        self.end_again = false;
+        let head = self.o.wish.as_ref().map(|wish| (wish.key.clone(), wish.uid.clone()));
         for pod in self.pods.clone() {
-            if pod.uid() == uid {
+            if head.as_ref().is_some_and(|(_, uid)| pod.uid() == uid) {
                 continue;
             }
             let theirs = wish::key(&pod.pod);
@@ -292,15 +303,26 @@ impl Owner {
                 self.inbox.forget(pod.uid());
             } else if pod.pod.metadata.deletion_timestamp.is_some() {
                 self.end_bystander(&theirs, pod.uid()).await;
-            } else {
-                self.show_bystander(&pod, &bystander(&key, &theirs, &self.vm_name));
+            } else if let Some(why) = self.why_not(head.as_ref().map(|(key, _)| key), &pod, &theirs) {
+                self.show_bystander(&pod, &why);
             }
+        }
+    }
+
+    /// Why a pod that is not at the head is not served now.
+    fn why_not(&self, head: Option<&PodKey>, pod: &Incarnation, theirs: &PodKey) -> Option<Trouble> {
+        let unreadable = wish::read(&pod.pod, &self.context.config, false).err();
+        match (&self.o.record, unreadable, head) {
+            (None, Some(why), _) => Some(why),
+            (_, _, Some(head)) => Some(bystander(head, theirs, &self.vm_name)),
+            _ => None,
         }
     }
 
     async fn end_bystander(&mut self, key: &PodKey, uid: &str) {
         if let Err(error) = self.context.cluster.finalise(key, uid).await {
             tracing::warn!(pod = %key, error = %error.trouble(), "a waiting pod could not be ended yet");
+            self.end_again = true;
         }
     }
 
@@ -326,11 +348,18 @@ impl Owner {
             return;
         }
         let scene = Scene::of(&self.vm_name, &self.o, self.pause_left());
+        if matches!(step, Step::Capture { .. }) {
+            self.o.capture_began = Some(self.context.world.now());
+        }
         self.retry.called(known::engine_calls(&step), self.context.world.instant());
         let result = self.unless_superseded(&scene, &step).await;
         self.touched = self.context.world.instant();
         match result {
             None => known::doubt(&mut self.o, &step),
+            // What was asked for is not what is asked for now: the answer is about something else.
+            Some(_) if is_about_wish(&step) && self.wish_changed_since(&scene) => {
+                known::doubt(&mut self.o, &step);
+            }
             Some(Ok(found)) => self.succeeded(&step, found),
             Some(Err(trouble)) => self.step_failed(&step, trouble),
         }
@@ -339,10 +368,20 @@ impl Owner {
         }
     }
 
+    fn wish_changed_since(&self, scene: &Scene) -> bool {
+        match (&scene.wish, &self.o.wish) {
+            (Some(before), Some(now)) => asks_otherwise(before, now),
+            (None, None) => false,
+            _ => true,
+        }
+    }
+
     fn pause_left(&self) -> Duration {
         match self.o.record.as_ref().map(|record| &record.phase) {
-            Some(Phase::Hibernating { paused_at: Some(since), .. }) => pause_left(self.o.now, *since),
-            _ => PAUSE_LIMIT,
+            Some(Phase::Hibernating { paused_at, .. } | Phase::RollingBack { paused_at, .. }) => {
+                self.o.pause_left(*paused_at)
+            }
+            _ => self.context.config.pause_limit,
         }
     }
 
@@ -371,7 +410,7 @@ impl Owner {
         match step {
             Step::Note(record) => self.noted(record),
             Step::Forget => self.forgotten(),
-            Step::Look(crate::planner::Look::Fork) => {
+            Step::Look(Look::Fork) => {
                 if let Found::Snapshot(Some(snapshot)) = found {
                     self.o.fork = Seen::Known(snapshot);
                 }
@@ -389,16 +428,15 @@ impl Owner {
                 };
                 known::learn(&mut self.o, step, found);
             }
-            Step::LiveSnapshot(_) => self.live_answered(step, None),
+            Step::LiveSnapshot { reference, .. } => self.live_answered(step, reference, None),
             _ => known::learn(&mut self.o, step, found),
         }
     }
 
     /// A live snapshot request was served, well or badly: that is its one answer.
-    fn live_answered(&mut self, step: &Step, failure: Option<String>) {
+    fn live_answered(&mut self, step: &Step, reference: &str, failure: Option<String>) {
         known::doubt(&mut self.o, step);
-        let reference = self.o.wish.as_ref().and_then(|wish| wish.live_request.clone());
-        self.o.live_now = reference.map(|reference| LiveAnswer { reference, failure });
+        self.o.live_now = Some(LiveAnswer { reference: reference.to_owned(), failure });
     }
 
     fn noted(&mut self, record: &OwnerRecord) {
@@ -416,6 +454,12 @@ impl Owner {
                 format!("the process of VM {} died; it was started again from its disk", self.vm_name);
             self.tell(Tone::Warning, &Trouble::new(Reason::VMRestarted, message));
         }
+        let counted = self.o.record.as_ref().and_then(|before| before.phase.captured());
+        if counted.is_some() && record.phase.captured().is_none() {
+            // The guest is about to go on, or did: this process's own memory of the capture is stale, too.
+            self.o.captured_now = None;
+        }
+        self.say_if_derived(record);
         self.inbox.set_record(Some(record));
         self.o.record = Some(record.clone());
         if entered
@@ -428,6 +472,19 @@ impl Owner {
         if entered {
             (self.o.dropped, self.o.released) = (false, false);
             known::forget_looks(&mut self.o);
+        }
+    }
+
+    /// A pod that nobody marked as a wake is restored all the same, because there is saved state.
+    fn say_if_derived(&self, record: &OwnerRecord) {
+        let marked = self.o.wish.as_ref().is_none_or(|wish| wish.restore_marked);
+        let Phase::Creating { restore: Some(saved) } = &record.phase else { return };
+        if self.o.record.is_none() && !marked {
+            let message = format!(
+                "VM {} has saved state (snapshot {}), so it is restored from that instead of being made anew",
+                record.vm_name, saved.snapshot
+            );
+            self.tell(Tone::Normal, &Trouble::new(Reason::HibernateSnapshotExists, message));
         }
     }
 
@@ -465,12 +522,23 @@ impl Owner {
             self.inbox.forget(&record.uid);
         }
         self.inbox.set_record(None);
-        self.o = Observation { registry: self.o.registry, now: self.o.now, ..Observation::default() };
+        self.o = Observation {
+            registry: self.o.registry,
+            pause_limit: self.o.pause_limit,
+            now: self.o.now,
+            ..Observation::default()
+        };
         self.shown = None;
         self.start_over(false);
     }
 
+    /// It runs, and waits for its guest alone.
+    fn lacks_links(&self) -> bool {
+        self.o.vm_there().is_some_and(|vm| vm.phase == VmPhase::Running && vm.links_down)
+    }
+
     fn step_failed(&mut self, step: &Step, trouble: Trouble) {
+        let lacks_links = self.lacks_links();
         known::doubt(&mut self.o, step);
         match step {
             Step::Look(look) => {
@@ -478,7 +546,21 @@ impl Owner {
                 known::unanswered(&mut self.o, *look, trouble);
                 return;
             }
-            Step::LiveSnapshot(_) => return self.live_answered(step, Some(trouble.to_string())),
+            Step::LiveSnapshot { reference, .. } => {
+                return self.live_answered(step, reference, Some(trouble.to_string()));
+            }
+            // A guest that is slow to take its identity is no failure of the pod; it is told again, later.
+            Step::Start if lacks_links => {
+                tracing::warn!(vm = self.vm_name, %trouble, "the links stay down for now");
+                self.retry.failed(self.context.world.as_ref());
+                return;
+            }
+            // Owed work: the planner decides how long it is waited for, and a guest never is.
+            Step::DropTag { .. } => {
+                tracing::warn!(vm = self.vm_name, %trouble, "a hibernate tag stays for now");
+                known::unanswered(&mut self.o, Look::Tag, trouble);
+                return;
+            }
             Step::SaveBaseline => {
                 self.inbox.answer_baseline(&Err(trouble));
                 return;
@@ -505,6 +587,7 @@ impl Owner {
     async fn sleep(&mut self, limit: Option<Duration>) {
         self.steps = 0;
         let now = self.context.world.instant();
+        let limit = limit.into_iter().chain(self.end_again.then_some(SLOWED_DOWN)).min();
         let limit = limit.map(|limit| now + limit);
         let until = [self.retry.pending(now), limit].into_iter().flatten().min();
         let far = now + Duration::from_secs(3600);
@@ -530,6 +613,11 @@ fn asks_otherwise(before: &Wish, now: &Wish) -> bool {
     essence(before) != essence(now)
 }
 
+/// Steps whose result is the answer to something in the wish.
+const fn is_about_wish(step: &Step) -> bool {
+    matches!(step, Step::EnsureImage | Step::PullSource | Step::Look(Look::Source | Look::Fork))
+}
+
 /// Steps that leave nothing behind when they are dropped half way.
 const fn may_drop(step: &Step) -> bool {
     matches!(
@@ -542,7 +630,7 @@ const fn may_drop(step: &Step) -> bool {
             | Step::Clone(_)
             | Step::PushHibernate(_)
             | Step::PushLatest(_)
-            | Step::LiveSnapshot(_)
+            | Step::LiveSnapshot { .. }
             | Step::Look(_)
     )
 }
@@ -554,9 +642,9 @@ fn superseded(step: &Step, wish: Option<&Wish>) -> bool {
         Step::EnsureImage | Step::PullSource | Step::PullImport { .. } | Step::Run(_) | Step::Clone(_) => {
             ending
         }
-        Step::Look(crate::planner::Look::Fork) => ending,
+        Step::Look(Look::Fork) => ending,
         Step::PushHibernate(_) => ending || wish.is_some_and(|wish| !wish.hibernate),
-        Step::LiveSnapshot(_) => ending || wish.is_some_and(|wish| wish.hibernate),
+        Step::LiveSnapshot { .. } => ending || wish.is_some_and(|wish| wish.hibernate),
         // Not demanded any more, or the tag is not ours to write any more.
         Step::PushLatest(request) => wish.is_some_and(|wish| {
             !wish.snapshot_on_delete || (wish.gone && request.tag == cocoon_meta::keys::DEFAULT_SNAPSHOT_TAG)

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::stage::{Stage, pod};
 use crate::{ports::VmPhase, reason::Reason, record::Phase};
 
-const HIBERNATE: &str = "vm.cocoonstack.io/hibernate";
+pub(super) const HIBERNATE: &str = "vm.cocoonstack.io/hibernate";
 const ID: &str = "vm.cocoonstack.io/id";
 const IP: &str = "vm.cocoonstack.io/ip";
 
@@ -13,11 +13,11 @@ fn vm_of(name: &str) -> String {
     cocoon_meta::vm_name_for_pod("default", name)
 }
 
-fn state_of(stage: &Stage, vm: &str) -> u64 {
+pub(super) fn state_of(stage: &Stage, vm: &str) -> u64 {
     stage.fake.world().vms[vm].state
 }
 
-async fn booted(stage: &Stage) -> String {
+pub(super) async fn booted(stage: &Stage) -> String {
     stage.apply(pod("demo-0", "u1", &[]));
     stage.until_lifecycle("u1", "ready").await;
     vm_of("demo-0")
@@ -31,7 +31,7 @@ async fn hibernated(stage: &Stage) -> String {
     vm
 }
 
-async fn gone(stage: &Stage, uid: &str) {
+pub(super) async fn gone(stage: &Stage, uid: &str) {
     stage.until("the pod is gone", |stage| stage.pod(uid).is_none()).await;
     stage.until("nothing is owed", |stage| stage.fake.world().records.is_empty()).await;
 }
@@ -130,6 +130,7 @@ async fn a_hibernated_pod_that_is_deleted_and_made_again_restores() {
         stage.apply(pod("demo-0", "u2", &[]));
         stage.until_lifecycle("u2", "ready").await;
         assert_eq!(state_of(&stage, &vm), 1, "registry: {registry}");
+        assert!(stage.told(Reason::HibernateSnapshotExists));
         assert_eq!(stage.fake.calls("run"), 1, "never a second fresh boot");
         stage.assert_sound();
     }
@@ -528,13 +529,14 @@ async fn story(kill: Option<u32>) -> (u32, Vec<String>) {
 }
 
 /// Waits for `check`, restarting the agent when it was killed.
-async fn reach(mut stage: Stage, check: impl Fn(&Stage) -> bool) -> Stage {
+pub(super) async fn reach(mut stage: Stage, check: impl Fn(&Stage) -> bool) -> Stage {
     for _ in 0..20_000 {
         if check(&stage) {
             return stage;
         }
         let killed = std::sync::Arc::clone(&stage.fake.killed);
         if tokio::time::timeout(Duration::from_millis(50), killed.notified()).await.is_ok() {
+            stage.fake.meanwhile();
             stage = stage.restart().await;
         }
     }

@@ -3,14 +3,12 @@
 //! Order: adopt; evidence of saved state (I2); what the pod asks for. A VM is made only after the
 //! record says so.
 
-use std::collections::BTreeMap;
-
 use cocoon_meta::{fork_baseline_name, hibernate_import_name};
 
 use crate::{
     planner::{
         Look, Step, either, need, note,
-        observation::{How, Observation, SourceRef, Wish},
+        observation::{How, Observation, Wish},
     },
     ports::{CloneRequest, RunRequest, SnapshotView, TagView, VmPhase, VmView},
     reason::{Reason, Trouble},
@@ -100,6 +98,7 @@ pub(super) fn new_record(o: &Observation, wish: &Wish, phase: Phase) -> OwnerRec
         woken_ready: false,
         import_left: false,
         live: None,
+        strays: Vec::new(),
     }
 }
 
@@ -132,6 +131,9 @@ fn try_creating(
         return Ok(match vm.phase {
             VmPhase::Running => Step::Note(Box::new(came_up(o, record, vm, restore))),
             VmPhase::Paused => Step::Resume,
+            // It had come up and its process died before that was noted: its disk is somebody's state. A
+            // wake that got so far is done again (`up`), a fresh VM is started in place.
+            VmPhase::Stopped if vm.came_up => Step::Note(Box::new(came_up(o, record, vm, restore))),
             // Half made by somebody who died, or its bring-up failed: nothing in it is anybody's state.
             VmPhase::Creating | VmPhase::Stopped => Step::RemoveVm { blame: Reason::CreateFailed },
         });
@@ -162,7 +164,10 @@ fn came_up(o: &Observation, record: &OwnerRecord, vm: &VmView, restore: Option<&
     up.vm_id.clone_from(&vm.id);
     up.macs.clone_from(&vm.macs);
     up.started = Some(o.now);
-    up.restart_pending = false;
+    if up.restart_pending {
+        up.restarts = up.restarts.saturating_add(1);
+        up.restart_pending = false;
+    }
     up.woken_from = restore.cloned();
     up.woken_ready = false;
     up.import_left = restore.is_some();
@@ -283,7 +288,7 @@ fn fresh(o: &Observation, wish: &Wish, record: Option<&OwnerRecord>) -> Result<S
     }
     let effect = match &wish.how {
         How::Run => run(o, wish)?,
-        How::Clone(source) => clone_of(wish, cloned(o, wish, source)?),
+        How::Clone(_) => clone_of(wish, cloned(o, wish)?),
         How::Fork(_) => clone_of(wish, need(&o.fork, Look::Fork)?),
         How::Refused(trouble) => return Err(Step::Fail(trouble.clone())),
     };
@@ -308,7 +313,7 @@ fn run(o: &Observation, wish: &Wish) -> Result<Step, Step> {
     }))
 }
 
-fn cloned<'a>(o: &'a Observation, wish: &Wish, _source: &SourceRef) -> Result<&'a SnapshotView, Step> {
+fn cloned<'a>(o: &'a Observation, wish: &Wish) -> Result<&'a SnapshotView, Step> {
     let found = need(&o.source, Look::Source)?.as_ref().ok_or(Step::PullSource)?;
     check_hypervisor(wish, found)?;
     Ok(found)
@@ -320,9 +325,4 @@ fn clone_of(wish: &Wish, source: &SnapshotView) -> Step {
         snapshot: source.name.clone(),
         same_machine: false,
     })
-}
-
-/// Annotations of a push, with the pod they are of.
-pub(super) fn push_annotations(wish: &Wish) -> BTreeMap<String, String> {
-    wish.annotations.clone()
 }

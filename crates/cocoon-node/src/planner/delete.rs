@@ -53,13 +53,18 @@ fn begin(record: &OwnerRecord, wish: &Wish, vm: Option<&VmView>) -> Step {
         Phase::Hibernating { pushed, .. } => pushed.clone(),
         _ => None,
     };
+    // A wake that never became ready and died: what it was woken from is still all there is.
+    let keep = keep.or_else(|| record.woken_from.clone().filter(|_| !alive && !record.woken_ready));
     // A hibernation that reached its push is finished, not turned into a live delete.
-    let finished = matches!(record.phase, Phase::Hibernating { .. }) && keep.is_some();
-    let live = alive && !finished;
+    let finished = matches!(record.phase, Phase::Hibernating { pushed: Some(_), .. });
+    // What was captured and not outrun since is the newest state, whatever became of the VM.
+    let running = vm.is_some_and(|vm| vm.phase == VmPhase::Running);
+    let captured = record.phase.captured().filter(|_| !running && !finished).cloned();
+    let live = (alive || captured.is_some()) && !finished;
     let mut next = record.in_phase(Phase::Deleting {
         live,
         keep: keep.filter(|_| !live),
-        captured: None,
+        captured,
         pushed: false,
         // A pod that went without a delete may live elsewhere now, from just that tag (I1): hands off.
         outrun: if live && !wish.gone { outrun(record) } else { Vec::new() },
@@ -79,10 +84,12 @@ fn begin(record: &OwnerRecord, wish: &Wish, vm: Option<&VmView>) -> Step {
 fn outrun(record: &OwnerRecord) -> Vec<String> {
     let attempt = match &record.phase {
         Phase::Hibernating { captured, .. } => captured.clone(),
-        Phase::RollingBack { pushed } => Some(pushed.snapshot.clone()),
+        Phase::RollingBack { pushed, .. } => Some(pushed.snapshot.clone()),
+        Phase::Creating { restore } => restore.as_ref().map(|saved| saved.snapshot.clone()),
         _ => None,
     };
-    record.woken_from.iter().map(|saved| saved.snapshot.clone()).chain(attempt).collect()
+    let woken = record.woken_from.iter().map(|saved| &saved.snapshot);
+    woken.chain(&record.strays).cloned().chain(attempt).collect()
 }
 
 fn with_record(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Step, Step> {
@@ -90,15 +97,11 @@ fn with_record(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Ste
     let Phase::Deleting { live, keep, captured, pushed, outrun } = &record.phase else {
         return Ok(begin(record, wish, vm));
     };
-    if let Some(vm) = vm {
-        if *live
-            && !*pushed
-            && wish.snapshot_on_delete
-            && o.registry
-            && let Some(step) = save(o, wish, record, vm, captured.as_ref())
-        {
-            return Ok(step);
-        }
+    let demanded = *live && !*pushed && wish.snapshot_on_delete && o.registry;
+    if demanded && let Some(step) = save(o, wish, record, vm, captured.as_ref())? {
+        return Ok(step);
+    }
+    if vm.is_some() {
         return Ok(Step::RemoveVm { blame: Reason::DeleteRemoveFailed });
     }
     clean(o, wish, record, keep.as_ref(), outrun)
@@ -109,24 +112,30 @@ fn save(
     o: &Observation,
     wish: &Wish,
     record: &OwnerRecord,
-    vm: &VmView,
+    vm: Option<&VmView>,
     captured: Option<&String>,
-) -> Option<Step> {
+) -> Result<Option<Step>, Step> {
     let blame = Reason::DeleteSnapshotFailed;
-    match (vm.phase, captured) {
-        (VmPhase::Running, None) => Some(Step::Capture { blame }),
+    let push = |id: &String| match &o.latest_now {
+        Some(_) => with_capture(record, Some(id.clone()), true),
+        None => Step::PushLatest(Box::new(latest(wish, record, id))),
+    };
+    Ok(match (vm.map(|vm| vm.phase), captured) {
+        (Some(VmPhase::Running), None) => Some(Step::Capture { blame }),
         // The guest ran on after the capture that was noted: it does not count.
-        (VmPhase::Running, Some(_)) => Some(with_capture(record, None, false)),
-        (VmPhase::Paused, None) => Some(match &o.captured_now {
+        (Some(VmPhase::Running), Some(_)) => Some(with_capture(record, None, false)),
+        (Some(VmPhase::Paused), None) => Some(match &o.captured_now {
             Some(id) => with_capture(record, Some(id.clone()), false),
             None => Step::Resume,
         }),
-        (VmPhase::Paused, Some(id)) => Some(match &o.latest_now {
-            Some(_) => with_capture(record, Some(id.clone()), true),
-            None => Step::PushLatest(Box::new(latest(wish, record, id))),
-        }),
-        (VmPhase::Stopped | VmPhase::Creating, _) => None,
-    }
+        // The process may be gone by now: what was captured is here all the same.
+        (phase, Some(id)) => match need(&o.saved, Look::Saved)? {
+            Some(local) if local.id == *id => Some(push(id)),
+            _ if phase == Some(VmPhase::Paused) => Some(with_capture(record, None, false)),
+            _ => None,
+        },
+        (Some(VmPhase::Stopped | VmPhase::Creating) | None, None) => None,
+    })
 }
 
 fn with_capture(record: &OwnerRecord, id: Option<String>, done: bool) -> Step {
@@ -151,7 +160,7 @@ fn latest(wish: &Wish, record: &OwnerRecord, snapshot: &str) -> PushRequest {
         repository: record.vm_name.clone(),
         tag,
         base_image: record.image.clone(),
-        annotations: create::push_annotations(wish),
+        annotations: wish.annotations.clone(),
         guard: Guard::Any,
     }
 }

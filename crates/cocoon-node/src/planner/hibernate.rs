@@ -3,12 +3,10 @@
 //! capture (guest paused) → push → show "no id" → remove → verify → `Hibernated`. The guest never runs
 //! between a capture that counts and the removal; where it runs again, the capture is forgotten first.
 
-use std::time::Duration;
-
 use crate::{
     planner::{
-        Look, PAUSE_LIMIT, Step, create, either, need, note,
-        observation::{Observation, Wish},
+        ASK_AGAIN, Look, Step, create, either, need, note,
+        observation::{Observation, Seen, Wish},
         published_first, refuse_baseline, up,
     },
     ports::{Guard, PushRequest, VmPhase},
@@ -37,7 +35,7 @@ fn try_hibernating(
 ) -> Result<Step, Step> {
     let Some(vm) = need(&o.vm, Look::Vm)? else { return removed(o, wish, record, round) };
     match vm.phase {
-        VmPhase::Running => Ok(running(wish, record, round)),
+        VmPhase::Running => Ok(running(o, wish, record, round)),
         VmPhase::Paused => paused(o, wish, record, round),
         // The process died. What was captured is the newest state; without a capture the disk is.
         VmPhase::Stopped if round.captured.is_some() => save_then_remove(o, wish, record, round),
@@ -49,26 +47,37 @@ const fn fresh_round() -> Phase {
     Phase::Hibernating { captured: None, pushed: None, paused_at: None }
 }
 
+/// Durable before every resume: the capture does not count any more, whatever happens to the guest or to
+/// this process from here on. Where its push may have gone is remembered.
+fn let_go(o: &Observation, record: &OwnerRecord, captured: &str) -> Step {
+    Step::Note(Box::new(if o.registry {
+        record.outrunning(captured, fresh_round())
+    } else {
+        record.in_phase(fresh_round())
+    }))
+}
+
 /// The guest runs: either nothing was captured yet, or what was captured is stale.
-fn running(wish: &Wish, record: &OwnerRecord, round: &Round<'_>) -> Step {
-    if let Some(pushed) = round.pushed {
-        return note(record, Phase::RollingBack { pushed: pushed.clone() });
+fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>) -> Step {
+    if let Some(captured) = round.captured {
+        return let_go(o, record, captured);
     }
     if !wish.hibernate {
         return note(record, Phase::Up);
-    }
-    if round.captured.is_some() {
-        return note(record, fresh_round());
     }
     Step::Capture { blame: Reason::HibernateSnapshotFailed }
 }
 
 fn paused(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>) -> Result<Step, Step> {
-    let Some(_) = round.captured else {
+    let Some(captured) = round.captured else {
         return Ok(match &o.captured_now {
             Some(id) if wish.hibernate => note(
                 record,
-                Phase::Hibernating { captured: Some(id.clone()), pushed: None, paused_at: Some(o.now) },
+                Phase::Hibernating {
+                    captured: Some(id.clone()),
+                    pushed: None,
+                    paused_at: o.capture_began.or(Some(o.now)),
+                },
             ),
             // Nobody knows what was captured, or nobody wants it: the guest goes on.
             _ => Step::Resume,
@@ -77,26 +86,38 @@ fn paused(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>)
     if let Some(pushed) = round.pushed {
         let failed = o.trouble.as_ref().is_some_and(|t| t.reason == Reason::HibernateRemoveFailed);
         if failed || !wish.hibernate {
-            return Ok(note(record, Phase::RollingBack { pushed: pushed.clone() }));
+            return Ok(roll_back(record, round, pushed.clone()));
         }
         return Ok(published_first(o, Step::RemoveVm { blame: Reason::HibernateRemoveFailed }));
     }
-    if !wish.hibernate || o.trouble.is_some() || left(o, round).is_zero() {
-        return Ok(Step::Resume);
+    if wish.hibernate && o.trouble.is_none() {
+        let in_time = !o.pause_left(round.paused_at).is_zero();
+        return match in_place(o, captured) {
+            Ok(Some(saved)) => Ok(pushed_note(record, round, saved)),
+            Ok(None) if in_time => Ok(push(o, wish, record, captured)),
+            Err(step @ Step::Look(_)) => Err(step),
+            Err(step) if in_time => Err(step),
+            Ok(None) | Err(_) => Ok(let_go(o, record, captured)),
+        };
     }
-    save_then_remove(o, wish, record, round)
+    given_up(o, record, round, captured)
 }
 
-/// How much longer the guest may be paused.
-fn left(o: &Observation, round: &Round<'_>) -> Duration {
-    round.paused_at.map_or(PAUSE_LIMIT, |since| pause_left(o.now, since))
+/// The attempt is over and the guest goes on. A push whose end nobody heard of may have reached the tag: if
+/// it did, it is taken back like any other; if that cannot be told now, it is remembered.
+fn given_up(o: &Observation, record: &OwnerRecord, round: &Round<'_>, captured: &str) -> Result<Step, Step> {
+    if !o.registry {
+        return Ok(let_go(o, record, captured));
+    }
+    match in_place(o, captured) {
+        Ok(Some(saved)) => Ok(roll_back(record, round, saved)),
+        Err(step @ Step::Look(_)) => Err(step),
+        Ok(None) | Err(_) => Ok(let_go(o, record, captured)),
+    }
 }
 
-/// How much longer a guest that was paused at `since` may be paused at `now`.
-#[must_use]
-pub fn pause_left(now: jiff::Timestamp, since: jiff::Timestamp) -> Duration {
-    let paused = Duration::try_from(now.duration_since(since)).unwrap_or_default();
-    PAUSE_LIMIT.saturating_sub(paused)
+fn roll_back(record: &OwnerRecord, round: &Round<'_>, pushed: Saved) -> Step {
+    note(record, Phase::RollingBack { pushed, paused_at: round.paused_at })
 }
 
 /// Pushes the capture, notes that it is there (seen, not believed), then removes the VM.
@@ -119,6 +140,7 @@ fn save_then_remove(
 fn pushed_note(record: &OwnerRecord, round: &Round<'_>, saved: Saved) -> Step {
     let mut next = record.clone();
     next.written = saved.digest.clone().or(next.written);
+    next.strays.clear();
     next.phase = Phase::Hibernating {
         captured: round.captured.cloned(),
         pushed: Some(saved),
@@ -145,9 +167,15 @@ fn push(o: &Observation, wish: &Wish, record: &OwnerRecord, captured: &str) -> S
         repository: wish.vm_name.clone(),
         tag: cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG.to_owned(),
         base_image: record.image.clone(),
-        annotations: create::push_annotations(wish),
-        guard: Guard::AbsentOr(record.written.iter().cloned().collect()),
+        annotations: wish.annotations.clone(),
+        guard: Guard::AbsentOr(ours(o, record)),
     }))
+}
+
+/// Manifests that this owner may overwrite: the one it last wrote or woke from, and a stray of its own.
+fn ours(o: &Observation, record: &OwnerRecord) -> Vec<String> {
+    let stray = o.tag.known().and_then(Option::as_ref).filter(|tag| record.strays.contains(&tag.snapshot_id));
+    record.written.iter().cloned().chain(stray.map(|tag| tag.digest.clone())).collect()
 }
 
 /// The VM is gone. Hibernated only if this round's snapshot is in place (I4).
@@ -171,34 +199,52 @@ fn state_lost(record: &OwnerRecord, snapshot: &str) -> Phase {
     Phase::Lost { trouble: Trouble::new(Reason::HibernateEvidenceMissing, message) }
 }
 
-/// Rule (c) of "one life of a hibernate tag": take the push back, show id and address, *then* go on.
-pub(super) fn rolling_back(o: &Observation, _wish: &Wish, record: &OwnerRecord, pushed: &Saved) -> Step {
-    either(try_rolling_back(o, record, pushed))
+/// Rule (c) of "one life of a hibernate tag": take the push back, show id and address, *then* go on. A
+/// registry that does not answer delays that until the pause limit; the tag is owed from then on.
+pub(super) fn rolling_back(
+    o: &Observation,
+    record: &OwnerRecord,
+    pushed: &Saved,
+    paused_at: Option<jiff::Timestamp>,
+) -> Step {
+    either(try_rolling_back(o, record, pushed, paused_at))
 }
 
-fn try_rolling_back(o: &Observation, record: &OwnerRecord, pushed: &Saved) -> Result<Step, Step> {
+fn try_rolling_back(
+    o: &Observation,
+    record: &OwnerRecord,
+    pushed: &Saved,
+    paused_at: Option<jiff::Timestamp>,
+) -> Result<Step, Step> {
+    let captured = || Some(pushed.snapshot.clone());
     let Some(vm) = need(&o.vm, Look::Vm)? else {
         // Removed after all: that is success, never a rollback.
-        let round = Phase::Hibernating {
-            captured: Some(pushed.snapshot.clone()),
-            pushed: Some(pushed.clone()),
-            paused_at: None,
-        };
+        let round =
+            Phase::Hibernating { captured: captured(), pushed: Some(pushed.clone()), paused_at: None };
         return Ok(note(record, round));
     };
-    if vm.phase == VmPhase::Stopped {
-        let round =
-            Phase::Hibernating { captured: Some(pushed.snapshot.clone()), pushed: None, paused_at: None };
-        return Ok(note(record, round));
+    match vm.phase {
+        // The guest has not run since the capture, so that is the newest state.
+        VmPhase::Stopped => {
+            return Ok(note(
+                record,
+                Phase::Hibernating { captured: captured(), pushed: None, paused_at: None },
+            ));
+        }
+        VmPhase::Running | VmPhase::Creating => return Ok(let_go(o, record, &pushed.snapshot)),
+        VmPhase::Paused => {}
     }
-    if let Some(digest) = &pushed.digest
-        && need(&o.tag, Look::Tag)?.as_ref().is_some_and(|tag| tag.digest == *digest)
-    {
-        return Ok(Step::DropTag { digest: digest.clone(), snapshot: pushed.snapshot.clone() });
-    }
-    Ok(match vm.phase {
-        VmPhase::Paused => published_first(o, Step::Resume),
-        _ => note(record, Phase::Up),
+    let left = o.pause_left(paused_at);
+    let Some(digest) = pushed.digest.as_ref().filter(|_| !left.is_zero()) else {
+        return Ok(published_first(o, let_go(o, record, &pushed.snapshot)));
+    };
+    Ok(match &o.tag {
+        Seen::Unknown => Step::Look(Look::Tag),
+        Seen::Failed(_) => Step::Wait(left.min(ASK_AGAIN)),
+        Seen::Known(Some(tag)) if tag.digest == *digest => {
+            Step::DropTag { digest: digest.clone(), snapshot: pushed.snapshot.clone() }
+        }
+        Seen::Known(_) => published_first(o, let_go(o, record, &pushed.snapshot)),
     })
 }
 

@@ -20,8 +20,6 @@ mod up;
 
 use std::time::Duration;
 
-pub use hibernate::pause_left;
-
 use crate::{
     planner::observation::{Cooling, Observation, Seen},
     ports::{CloneRequest, PushRequest, RunRequest},
@@ -33,8 +31,11 @@ use crate::{
 pub const PUBLISH_WAIT: Duration = Duration::from_secs(10);
 /// Two restarts in place are at least this far apart.
 pub const RESTART_COOLDOWN: Duration = Duration::from_secs(30);
-/// The longest pause of a guest by a hibernation (`VK_HIBERNATE_PAUSE_LIMIT`).
+/// The longest pause of a guest by a hibernation, unless the configuration says otherwise.
 pub const PAUSE_LIMIT: Duration = Duration::from_secs(120);
+
+/// How long until what gave no answer is asked again, where only a wait is called for.
+pub const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Something to look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,7 +101,12 @@ pub enum Step {
     /// Push to `:latest`.
     PushLatest(Box<PushRequest>),
     /// Save the running guest, push it where the pod asks for it, drop the local copy.
-    LiveSnapshot(Box<PushRequest>),
+    LiveSnapshot {
+        /// The request, as it stands on the pod: what is answered.
+        reference: String,
+        /// Where to.
+        push: Box<PushRequest>,
+    },
     /// Empty `:hibernate` if it holds this.
     DropTag {
         /// Manifest digest.
@@ -169,7 +175,7 @@ fn decide(o: &Observation) -> Step {
         Phase::Creating { restore } => create::creating(o, wish, record, restore.as_ref()),
         Phase::Up => up::plan(o, wish, record),
         Phase::Hibernating { .. } => hibernate::hibernating(o, wish, record),
-        Phase::RollingBack { pushed } => hibernate::rolling_back(o, wish, record, pushed),
+        Phase::RollingBack { pushed, paused_at } => hibernate::rolling_back(o, record, pushed, *paused_at),
         Phase::Hibernated { saved } => hibernate::hibernated(o, wish, record, saved),
         Phase::Lost { .. } => refuse_baseline(o).unwrap_or(Step::Rest),
         // The API took its delete back, which it never does: finish the delete.

@@ -196,6 +196,10 @@ pub struct Observation {
     pub image: Seen<String>,
     /// This process made this capture, and the guest has not run since.
     pub captured_now: Option<String>,
+    /// When this process began its last capture: from then on the guest may be paused.
+    pub capture_began: Option<Timestamp>,
+    /// The longest pause of a guest by a hibernation; `None`: the default.
+    pub pause_limit: Option<Duration>,
     /// This process pushed `:latest` with this digest.
     pub latest_now: Option<String>,
     /// This process served a live snapshot request: which, and with what outcome.
@@ -227,6 +231,15 @@ pub struct Observation {
 }
 
 impl Observation {
+    /// How much longer a guest that was paused at `since` may be paused.
+    #[must_use]
+    pub fn pause_left(&self, since: Option<Timestamp>) -> Duration {
+        let limit = self.pause_limit.unwrap_or(crate::planner::PAUSE_LIMIT);
+        let paused =
+            since.map(|since| Duration::try_from(self.now.duration_since(since)).unwrap_or_default());
+        limit.saturating_sub(paused.unwrap_or_default())
+    }
+
     /// The VM, if the engine has one for sure.
     #[must_use]
     pub fn vm_there(&self) -> Option<&VmView> {

@@ -6,12 +6,12 @@ use cocoon_meta::{SnapshotRequest, hibernate_import_name};
 
 use crate::{
     planner::{
-        Look, RESTART_COOLDOWN, Step, create, either, live_name, need, note,
-        observation::{Observation, Wish},
+        ASK_AGAIN, Look, RESTART_COOLDOWN, Step, create, either, live_name, need, note,
+        observation::{Observation, Seen, Wish},
     },
     ports::{Guard, PushRequest, VmPhase, VmView},
     reason::{Reason, Trouble},
-    record::{LiveAnswer, OwnerRecord, Phase},
+    record::{LiveAnswer, OwnerRecord, Phase, Saved},
 };
 
 pub(super) fn plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
@@ -24,23 +24,37 @@ fn try_plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Step, 
         VmPhase::Running => running(o, wish, record, vm),
         // A capture was cut off; the guest must not stay frozen.
         VmPhase::Paused => Ok(Step::Resume),
-        VmPhase::Stopped => Ok(stopped(o, record)),
+        VmPhase::Stopped => stopped(o, record),
         VmPhase::Creating => Ok(Step::RemoveVm { blame: Reason::VMGone }),
     }
 }
 
 /// Not there any more. A wake that never reached `ready` is done again; everything else is a loss.
 pub(super) fn vanished(o: &Observation, record: &OwnerRecord) -> Result<Step, Step> {
-    if let Some(woken) = record.woken_from.as_ref().filter(|_| !record.woken_ready)
-        && create::evidence(o)?.is_some_and(|saved| saved.snapshot == woken.snapshot)
-    {
+    if let Some(woken) = unfinished_wake(o, record)? {
         return Ok(note(record, Phase::Creating { restore: Some(woken.clone()) }));
     }
     Ok(note(record, create::lost(&record.vm_id, &record.vm_name)))
 }
 
-/// The process died: start it in place, but not again and again.
-fn stopped(o: &Observation, record: &OwnerRecord) -> Step {
+/// The saved state of a wake that never reached `ready`, while it is still there: that is what the pod is
+/// to have, whatever became of the VM (I2).
+fn unfinished_wake<'a>(o: &Observation, record: &'a OwnerRecord) -> Result<Option<&'a Saved>, Step> {
+    let Some(woken) = record.woken_from.as_ref().filter(|_| !record.woken_ready) else { return Ok(None) };
+    let there = create::evidence(o)?.is_some_and(|saved| saved.snapshot == woken.snapshot);
+    Ok(there.then_some(woken))
+}
+
+/// The process died: start it in place, but not again and again. A wake that never reached `ready` is done
+/// again instead: a cold start would lose the memory that was saved.
+fn stopped(o: &Observation, record: &OwnerRecord) -> Result<Step, Step> {
+    if record.restart_pending && unfinished_wake(o, record)?.is_some() {
+        return Ok(Step::RemoveVm { blame: Reason::RestartFailed });
+    }
+    Ok(restarted(o, record))
+}
+
+fn restarted(o: &Observation, record: &OwnerRecord) -> Step {
     if record.restart_pending {
         if o.failures == 0 {
             return Step::Start;
@@ -69,7 +83,10 @@ fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) -> R
         return Ok(Step::Note(Box::new(next)));
     }
     if wish.hibernate {
-        return Ok(hibernate(o, wish, record));
+        return Ok(hibernate(wish, record));
+    }
+    if vm.links_down {
+        return Ok(Step::Start);
     }
     if record.import_left {
         return drop_import(o, wish, record);
@@ -80,7 +97,26 @@ fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) -> R
             None => Step::SaveBaseline,
         });
     }
+    if let Some(step) = stray(o, record) {
+        return Ok(step);
+    }
     Ok(live(o, wish, record).unwrap_or(Step::Rest))
+}
+
+/// A tag that holds a capture which this guest has outrun would bring an old state back: it goes. A push
+/// that was cut off may still land after that was looked at, so the record keeps the ids.
+fn stray(o: &Observation, record: &OwnerRecord) -> Option<Step> {
+    if record.strays.is_empty() || !o.registry {
+        return None;
+    }
+    match &o.tag {
+        Seen::Unknown => Some(Step::Look(Look::Tag)),
+        Seen::Failed(_) => Some(Step::Wait(ASK_AGAIN)),
+        Seen::Known(Some(tag)) if record.strays.contains(&tag.snapshot_id) => {
+            Some(Step::DropTag { digest: tag.digest.clone(), snapshot: tag.snapshot_id.clone() })
+        }
+        Seen::Known(_) => None,
+    }
 }
 
 /// A live snapshot request that is not answered yet; served once the guest is ready.
@@ -98,7 +134,7 @@ fn live(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Option<Step> {
         return Some(answered(answer.clone()));
     }
     Some(match live_push(o, wish, record, asked) {
-        Ok(request) => Step::LiveSnapshot(Box::new(request)),
+        Ok(request) => Step::LiveSnapshot { reference: asked.clone(), push: Box::new(request) },
         Err(why) => answered(LiveAnswer { reference: asked.clone(), failure: Some(why) }),
     })
 }
@@ -141,7 +177,7 @@ fn refreshed(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) ->
     (next != *record).then_some(next)
 }
 
-fn hibernate(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
+fn hibernate(wish: &Wish, record: &OwnerRecord) -> Step {
     if wish.macos {
         let message = format!("VM {} is a macOS guest, which cannot be hibernated", wish.vm_name);
         return Step::Fail(Trouble::new(Reason::HibernateUnsupported, message));
@@ -149,7 +185,6 @@ fn hibernate(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
     if let Some(problem) = &wish.problem {
         return Step::Fail(problem.clone());
     }
-    let _ = o;
     note(record, Phase::Hibernating { captured: None, pushed: None, paused_at: None })
 }
 

@@ -42,6 +42,7 @@ pub(crate) fn record(vm_name: &str) -> OwnerRecord {
         woken_ready: false,
         import_left: false,
         live: None,
+        strays: Vec::new(),
     }
 }
 
@@ -51,6 +52,8 @@ pub(crate) struct Machine {
     pub(crate) view: VmView,
     /// What the guest has done so far.
     pub(crate) state: u64,
+    /// The guest truly stands still, whatever the engine's flag in `view` says.
+    pub(crate) frozen: bool,
 }
 
 /// A snapshot, local or behind a tag.
@@ -76,6 +79,12 @@ pub(crate) struct World {
     /// Broken invariants.
     pub(crate) broken: Vec<String>,
     pub(crate) unreachable: bool,
+    /// A VM must not be removed while no copy holds what its guest did last.
+    pub(crate) judged: bool,
+    /// When the agent is killed, so is every hypervisor.
+    pub(crate) crash: bool,
+    /// So many pushes are done, but their answer is lost.
+    pub(crate) unheard: u32,
     made: u64,
 }
 
@@ -161,8 +170,10 @@ impl Fake {
             pid: 100,
             macs: vec![format!("02:00:00:00:00:{:02x}", world.made)],
             hypervisor: "qemu".to_owned(),
+            came_up: true,
+            links_down: false,
         };
-        world.vms.insert(name.to_owned(), Machine { view: view.clone(), state });
+        world.vms.insert(name.to_owned(), Machine { view: view.clone(), state, frozen: false });
         Ok(view)
     }
 
@@ -173,6 +184,7 @@ impl Fake {
             world.vms.get_mut(vm).filter(|m| m.view.phase == VmPhase::Running).ok_or_else(missing)?;
         if pause {
             machine.view.phase = VmPhase::Paused;
+            machine.frozen = true;
         }
         let state = machine.state;
         world.made += 1;
@@ -184,8 +196,19 @@ impl Fake {
 
     /// The guest of every running VM goes on for a while.
     pub(crate) fn live(&self) {
-        for machine in self.world().vms.values_mut().filter(|m| m.view.phase == VmPhase::Running) {
+        for machine in self.world().vms.values_mut().filter(|machine| !machine.frozen) {
             machine.state += 1;
+        }
+    }
+
+    /// What happens while the agent is dead: guests go on, and perhaps their hypervisors die.
+    pub(crate) fn meanwhile(&self) {
+        self.live();
+        let mut world = self.world();
+        if world.crash {
+            for machine in world.vms.values_mut() {
+                (machine.view.phase, machine.frozen) = (VmPhase::Stopped, true);
+            }
         }
     }
 }
@@ -228,7 +251,8 @@ impl Vms for Fake {
         let started = {
             let mut world = self.world();
             let machine = world.vms.get_mut(vm).ok_or_else(|| PortError::new(Reason::VMGone, "no VM"))?;
-            machine.view.phase = VmPhase::Running;
+            (machine.view.phase, machine.frozen) = (VmPhase::Running, false);
+            machine.view.links_down = false;
             machine.view.clone()
         };
         self.done().await;
@@ -237,7 +261,15 @@ impl Vms for Fake {
 
     async fn remove(&self, vm: &str) -> PortResult<()> {
         self.begin("remove", vm)?;
-        self.world().vms.remove(vm);
+        {
+            let mut world = self.world();
+            let last = world.vms.remove(vm).map_or(0, |machine| machine.state);
+            let copies = world.snapshots.iter().chain(&world.tags);
+            let kept = copies.filter(|(name, _)| name.starts_with(vm)).map(|(_, held)| held.state).max();
+            if world.judged && kept.unwrap_or_default() < last {
+                world.broken.push(format!("I3: {vm} was removed at {last}, the newest copy is {kept:?}"));
+            }
+        }
         self.done().await;
         Ok(())
     }
@@ -258,9 +290,15 @@ impl Vms for Fake {
 
     async fn resume(&self, vm: &str) -> PortResult<()> {
         self.begin("resume", vm)?;
-        if let Some(machine) = self.world().vms.get_mut(vm).filter(|m| m.view.phase == VmPhase::Paused) {
-            machine.view.phase = VmPhase::Running;
+        let paused = |m: &&mut Machine| m.view.phase == VmPhase::Paused;
+        if let Some(machine) = self.world().vms.get_mut(vm).filter(paused) {
+            machine.frozen = false;
             machine.state += 1;
+        }
+        // The engine may die between the two: its flag is stale then.
+        self.done().await;
+        if let Some(machine) = self.world().vms.get_mut(vm).filter(paused) {
+            machine.view.phase = VmPhase::Running;
         }
         self.done().await;
         Ok(())
@@ -339,6 +377,18 @@ impl Registry for Fake {
             digest
         };
         self.done().await;
+        let unheard = {
+            let mut world = self.world();
+            let unheard = world.unheard > 0;
+            world.unheard = world.unheard.saturating_sub(1);
+            unheard
+        };
+        if unheard {
+            return Err(PortError::new(
+                Reason::RegistryUnavailable,
+                format!("{}: answer lost", request.repository),
+            ));
+        }
         Ok(digest)
     }
 

@@ -102,6 +102,10 @@ pub struct VmView {
     pub macs: Vec<String>,
     /// The true hypervisor.
     pub hypervisor: String,
+    /// It was up before: there is a state on its disk.
+    pub came_up: bool,
+    /// It runs without network: its guest has not taken its new identity. `start` tries again.
+    pub links_down: bool,
 }
 
 /// What `run` needs.

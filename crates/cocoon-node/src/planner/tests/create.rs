@@ -83,6 +83,22 @@ fn a_pod_without_a_vm() {
             "note up",
         ),
         (
+            "a VM that came up and died before that was heard keeps its disk",
+            Observation { vm: vm(VmPhase::Stopped), ..fresh() },
+            "note up",
+        ),
+        (
+            "one that never came up is removed",
+            {
+                let mut o = Observation { vm: vm(VmPhase::Stopped), ..fresh() };
+                if let Seen::Known(Some(vm)) = &mut o.vm {
+                    vm.came_up = false;
+                }
+                o
+            },
+            "remove",
+        ),
+        (
             "an id on the pod without a VM is a loss, not a reason to boot blank",
             wishing(blank(), |wish| wish.id = "ID0".into()),
             "note lost VMGone",

@@ -46,12 +46,27 @@ fn a_delete() {
         (
             "of an unfinished hibernation outruns what that may have pushed",
             was(Phase::Hibernating { captured: Some("S".into()), pushed: None, paused_at: None }, Paused),
+            "note deleting live=true keep=- captured=S pushed=false outrun=S",
+        ),
+        (
+            "of a hibernation whose VM died after the capture keeps the capture",
+            was(Phase::Hibernating { captured: Some("S".into()), pushed: None, paused_at: None }, Stopped),
+            "note deleting live=true keep=- captured=S pushed=false outrun=S",
+        ),
+        (
+            "of a hibernation whose guest went on forgets the capture",
+            was(Phase::Hibernating { captured: Some("S".into()), pushed: None, paused_at: None }, Running),
+            "note deleting live=true keep=- captured=- pushed=false outrun=S",
+        ),
+        (
+            "of a VM that is being woken outruns what it is woken from",
+            was(Phase::Creating { restore: Some(saved("S")) }, Running),
             "note deleting live=true keep=- captured=- pushed=false outrun=S",
         ),
         (
             "of a rollback outruns the push that is being taken back",
-            was(Phase::RollingBack { pushed: saved("S") }, Paused),
-            "note deleting live=true keep=- captured=- pushed=false outrun=S",
+            was(Phase::RollingBack { pushed: saved("S"), paused_at: None }, Paused),
+            "note deleting live=true keep=- captured=S pushed=false outrun=S",
         ),
         ("captures a live VM", at_vm(deleting(true, None, false), Running), "capture"),
         (
@@ -64,11 +79,31 @@ fn a_delete() {
             at_vm(deleting(true, None, false), Paused),
             "resume",
         ),
-        ("pushes it as latest", at_vm(deleting(true, Some("L"), false), Paused), "push L as latest"),
+        (
+            "pushes it as latest",
+            Observation { saved: snapshot(VM, "L"), ..at_vm(deleting(true, Some("L"), false), Paused) },
+            "push L as latest",
+        ),
+        (
+            "pushes it although the process died meanwhile",
+            Observation { saved: snapshot(VM, "L"), ..at_vm(deleting(true, Some("L"), false), Stopped) },
+            "push L as latest",
+        ),
+        (
+            "pushes it although the VM is gone",
+            Observation { saved: snapshot(VM, "L"), ..after(deleting(true, Some("L"), false)) },
+            "push L as latest",
+        ),
+        (
+            "takes it again when it is not here any more",
+            at_vm(deleting(true, Some("L"), false), Paused),
+            "note deleting live=true keep=- captured=- pushed=false outrun=",
+        ),
         (
             "notes the push",
             Observation {
                 latest_now: Some("sha256:L".into()),
+                saved: snapshot(VM, "L"),
                 ..at_vm(deleting(true, Some("L"), false), Paused)
             },
             "note deleting live=true keep=- captured=L pushed=true outrun=",

@@ -52,6 +52,39 @@ fn a_vm_that_is_up() {
             "note creating S",
         ),
         (
+            "and died before its wake reached ready is not started cold but woken again",
+            {
+                let mut o = woken(Observation { vm: vm(VmPhase::Stopped), tag: tag("S"), ..living() });
+                o.record.as_mut().unwrap().restart_pending = true;
+                o
+            },
+            "remove",
+        ),
+        (
+            "and died after its saved state went is started",
+            {
+                let mut o = woken(Observation { vm: vm(VmPhase::Stopped), ..living() });
+                o.record.as_mut().unwrap().restart_pending = true;
+                o
+            },
+            "start",
+        ),
+        (
+            "looks whether a stray push reached the tag",
+            Observation { tag: Seen::Unknown, ..with(|r| r.strays = vec!["T".into()]) },
+            "look Tag",
+        ),
+        (
+            "drops it when it did",
+            Observation { tag: tag("T"), ..with(|r| r.strays = vec!["T".into()]) },
+            "drop tag T",
+        ),
+        (
+            "leaves a tag alone that is no stray of its own",
+            Observation { tag: tag("S"), ..with(|r| r.strays = vec!["T".into()]) },
+            "rest",
+        ),
+        (
             "is not lost while the engine gives no answer",
             Observation { vm: Seen::Failed(trouble(Reason::EngineUnavailable)), ..living() },
             "fail EngineUnavailable",
@@ -65,6 +98,17 @@ fn a_vm_that_is_up() {
             "and is a macOS guest is not hibernated",
             wishing(living(), |wish| (wish.hibernate, wish.macos) = (true, true)),
             "fail HibernateUnsupported",
+        ),
+        (
+            "and runs without its links is started again, which tells its guest who it is",
+            {
+                let mut o = living();
+                if let Seen::Known(Some(vm)) = &mut o.vm {
+                    vm.links_down = true;
+                }
+                o
+            },
+            "start",
         ),
         ("gives the baseline it has", Observation { baseline: snapshot(FORK, "B"), ..asked() }, "answer yes"),
         ("takes one when it has none", asked(), "savebaseline"),
@@ -106,12 +150,48 @@ fn a_hibernation() {
             "push S as hibernate",
         ),
         (
-            "lets the guest go on when the push failed",
+            "forgets the capture before the guest goes on when the push failed",
             Observation {
                 trouble: Some(trouble(Reason::HibernatePushFailed)),
                 ..o(hibernating(Some("S"), None), Paused)
             },
-            "resume",
+            "note hibernating - - strays S",
+        ),
+        (
+            "looks whether a push of unknown end reached the tag before the guest goes on",
+            Observation {
+                tag: Seen::Unknown,
+                trouble: Some(trouble(Reason::HibernatePushFailed)),
+                ..o(hibernating(Some("S"), None), Paused)
+            },
+            "look Tag",
+        ),
+        (
+            "takes it back when it did",
+            Observation {
+                tag: tag("S"),
+                trouble: Some(trouble(Reason::HibernatePushFailed)),
+                ..o(hibernating(Some("S"), None), Paused)
+            },
+            "note rolling back",
+        ),
+        (
+            "remembers it when nobody can tell",
+            Observation {
+                tag: Seen::Failed(trouble(Reason::HibernateEvidenceUnavailable)),
+                trouble: Some(trouble(Reason::HibernatePushFailed)),
+                ..o(hibernating(Some("S"), None), Paused)
+            },
+            "note hibernating - - strays S",
+        ),
+        (
+            "that was cut off after the push goes on from there, however late",
+            Observation {
+                tag: tag("S"),
+                now: Timestamp::from_second(10_500).unwrap(),
+                ..o(hibernating(Some("S"), None), Paused)
+            },
+            "note hibernating S S",
         ),
         (
             "lets the guest go on when the pause was too long",
@@ -119,17 +199,26 @@ fn a_hibernation() {
                 now: Timestamp::from_second(10_121).unwrap(),
                 ..o(hibernating(Some("S"), None), Paused)
             },
-            "resume",
+            "note hibernating - - strays S",
+        ),
+        (
+            "counts the pause from the beginning of the capture",
+            Observation {
+                captured_now: Some("S".into()),
+                capture_began: Some(Timestamp::from_second(9_000).unwrap()),
+                ..o(hibernating(None, None), Paused)
+            },
+            "note hibernating S -",
         ),
         (
             "lets the guest go on when it is called off",
             unwished(o(hibernating(Some("S"), None), Paused)),
-            "resume",
+            "note hibernating - - strays S",
         ),
         (
             "forgets a capture after which the guest ran",
             o(hibernating(Some("S"), None), Running),
-            "note hibernating - -",
+            "note hibernating - - strays S",
         ),
         (
             "shows the pod without id before it removes",
@@ -203,6 +292,11 @@ fn a_hibernation() {
             "push S as hibernate",
         ),
     ]);
+    let mut strayed = o(hibernating(Some("S"), None), Paused);
+    strayed.tag = tag("T");
+    strayed.record.as_mut().unwrap().strays = vec!["T".into()];
+    let Step::PushHibernate(request) = plan(&strayed) else { panic!("a push") };
+    assert_eq!(request.guard, Guard::AbsentOr(vec!["sha256:T".into()]), "a stray of its own may go");
     let Step::PushHibernate(request) = plan(&o(hibernating(Some("S"), None), Paused)) else {
         panic!("a push")
     };
@@ -212,7 +306,7 @@ fn a_hibernation() {
 #[test]
 fn a_rollback_and_a_hibernated_pod() {
     let back = |phase| Observation {
-        record: at(Phase::RollingBack { pushed: saved("S") }),
+        record: at(Phase::RollingBack { pushed: saved("S"), paused_at: Some(now()) }),
         vm: vm(phase),
         ..living()
     };
@@ -227,15 +321,30 @@ fn a_rollback_and_a_hibernated_pod() {
         (
             "a tag that somebody else moved is left alone",
             Observation { tag: tag("other"), ..back(Paused) },
-            "resume",
+            "note hibernating - - strays S",
+        ),
+        (
+            "a registry that gives no answer is asked again",
+            Observation { tag: Seen::Failed(trouble(Reason::RegistryUnavailable)), ..back(Paused) },
+            "wait",
+        ),
+        (
+            "but the guest is not frozen longer than the limit for it: the tag is owed",
+            Observation { now: Timestamp::from_second(10_121).unwrap(), tag: tag("S"), ..back(Paused) },
+            "note hibernating - - strays S",
         ),
         (
             "id and address are shown before the guest goes on",
             Observation { published: false, ..back(Paused) },
             "wait",
         ),
-        ("then the guest goes on", back(Paused), "resume"),
-        ("then it is up", back(Running), "note up"),
+        ("then the capture is forgotten", back(Paused), "note hibernating - - strays S"),
+        ("as it is when the guest runs", back(Running), "note hibernating - - strays S"),
+        (
+            "of a VM whose process died ends with what was captured",
+            back(VmPhase::Stopped),
+            "note hibernating S -",
+        ),
         (
             "a VM that was removed after all is success",
             Observation { vm: Seen::Known(None), ..back(Paused) },

@@ -63,6 +63,8 @@ fn vm(phase: VmPhase) -> Seen<Option<VmView>> {
         pid: 1,
         macs: vec!["02:00:00:00:00:01".into()],
         hypervisor: "qemu".into(),
+        came_up: true,
+        links_down: false,
     }))
 }
 
@@ -143,9 +145,11 @@ fn word(step: &Step) -> String {
             Phase::Up if record.restart_pending => "note restart".into(),
             Phase::Up => "note up".into(),
             Phase::Hibernating { captured, pushed, .. } => format!(
-                "note hibernating {} {}",
+                "note hibernating {} {}{}{}",
                 captured.as_deref().unwrap_or("-"),
-                pushed.as_ref().map_or("-", |saved| &saved.snapshot)
+                pushed.as_ref().map_or("-", |saved| &saved.snapshot),
+                if record.strays.is_empty() { "" } else { " strays " },
+                record.strays.join(",")
             ),
             Phase::RollingBack { .. } => "note rolling back".into(),
             Phase::Hibernated { saved } => format!("note hibernated {}", saved.snapshot),

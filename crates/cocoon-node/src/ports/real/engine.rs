@@ -124,6 +124,8 @@ fn vm_view(vm: Vm) -> VmView {
         pid: vm.pid,
         macs: vm.network_configs.into_iter().map(|nic| nic.mac.to_lowercase()).collect(),
         hypervisor: hypervisor_word(&vm.hypervisor),
+        came_up: vm.first_booted,
+        links_down: vm.links_down,
     }
 }
 

@@ -1,0 +1,126 @@
+//! Several things go wrong at once around a hibernation: pushes that fail or whose answer is lost, a kill at
+//! every effect, guests that go on while the agent is dead, hypervisors that die.
+
+use std::time::Duration;
+
+use super::{
+    stage::{Stage, pod},
+    tests::{HIBERNATE, booted, gone, reach, state_of},
+};
+use crate::{
+    ports::{VmPhase, fake::Held},
+    reason::Reason,
+};
+
+/// What goes wrong besides the kill.
+#[derive(Debug, Clone, Copy)]
+struct Weather {
+    failing: u32,
+    unheard: u32,
+    crash: bool,
+}
+
+/// Hibernate, wake, delete. Returns how many effects there were.
+async fn storm(kill: u32, weather: Weather) -> u32 {
+    let mut stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.live();
+    stage.fake.fail("push", weather.failing, Reason::RegistryUnavailable);
+    {
+        let mut world = stage.fake.world();
+        (world.judged, world.kill_after) = (true, Some(kill));
+        (world.crash, world.unheard) = (weather.crash, weather.unheard);
+    }
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage = reach(stage, |stage| stage.lifecycle("u1") == "hibernated").await;
+    stage.assert_sound();
+    let saved = stage.fake.world().tags[&format!("{vm}:hibernate")].state;
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage = reach(stage, |stage| stage.lifecycle("u1") == "ready").await;
+    assert!(state_of(&stage, &vm) >= saved, "kill {kill}, {weather:?}");
+    stage.delete("u1");
+    stage = reach(stage, |stage| stage.pod("u1").is_none() && stage.fake.world().records.is_empty()).await;
+    let world = stage.fake.world();
+    let left = world.tags.get(&format!("{vm}:hibernate"));
+    // A hypervisor that dies leaves nothing to save; else the guest's own last state is what survives.
+    assert!(left.is_none() || weather.crash, "kill {kill}, {weather:?}: {left:?}");
+    kill - world.kill_after.unwrap_or_default()
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_storm_replaces_newer_state_by_an_older_capture() {
+    for (failing, unheard) in [(0, 0), (1, 0), (0, 1)] {
+        for crash in [false, true] {
+            for n in 1.. {
+                if storm(n, Weather { failing, unheard, crash }).await < n {
+                    assert!(n > 10, "only {n} effects were cut off");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_push_whose_answer_was_lost_is_taken_back_when_the_guest_goes_on() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    let tag = format!("{vm}:hibernate");
+    stage.fake.world().unheard = 1;
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until_lifecycle("u1", "failed").await;
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until_lifecycle("u1", "ready").await;
+    assert!(!stage.fake.world().tags.contains_key(&tag));
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until_lifecycle("u1", "hibernated").await;
+    assert!(!stage.told(Reason::TagMoved));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_push_that_lands_after_the_guest_went_on_is_known_as_ones_own() {
+    for hibernate_again in [true, false] {
+        let stage = Stage::new(true).await;
+        let vm = booted(&stage).await;
+        let tag = format!("{vm}:hibernate");
+        stage.fake.fail("push", 1, Reason::RegistryUnavailable);
+        stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+        stage.until_lifecycle("u1", "failed").await;
+        stage.annotate("u1", &[(HIBERNATE, None)]);
+        stage.until("on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let id = stage.fake.world().records[&vm].strays[0].clone();
+        stage.fake.world().tags.insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into() });
+        if hibernate_again {
+            stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+            stage.until_lifecycle("u1", "hibernated").await;
+            assert!(stage.fake.world().tags[&tag].state > 0);
+        } else {
+            stage.delete("u1");
+            gone(&stage, "u1").await;
+            assert!(!stage.fake.world().tags.contains_key(&tag), "the next pod would wake into it");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_whose_name_was_edited_before_it_had_a_vm_is_refused_and_may_go() {
+    let stage = Stage::new(true).await;
+    stage.apply(pod("demo-0", "u1", &[("cocoonset.cocoonstack.io/image", "nowhere:1")]));
+    stage.until_lifecycle("u1", "failed").await;
+    stage.fake.world().records.clear();
+    stage.annotate("u1", &[("vm.cocoonstack.io/name", Some("vk-a-b-0-aaaaaa"))]);
+    stage.until("refused", |stage| stage.told(Reason::VMNameMismatch)).await;
+    stage.delete("u1");
+    stage.until("gone", |stage| stage.pod("u1").is_none()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_is_slow_to_take_its_identity_gets_its_links_in_the_end() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.fail("start", 3, Reason::GuestSilent);
+    stage.fake.world().vms.get_mut(&vm).unwrap().view.links_down = true;
+    stage.until("it is up", |stage| !stage.fake.world().vms[&vm].view.links_down).await;
+    assert_eq!((stage.fake.calls("start"), stage.lifecycle("u1")), (4, "ready".into()));
+}
