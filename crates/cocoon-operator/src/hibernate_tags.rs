@@ -5,7 +5,11 @@
 //! cannot be asked changes nothing (I5). A registry that refuses deletions gets an empty manifest
 //! annotated as consumed instead.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use cocoon_kit::{backoff::Backoff, world::World};
 use cocoon_meta::{
@@ -22,6 +26,7 @@ use kube::{
     runtime::{WatchStreamExt as _, watcher},
 };
 use thiserror::Error;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// Why a consumed tag is still there.
@@ -66,15 +71,11 @@ pub async fn run(
     world: Arc<dyn World>,
     shutdown: CancellationToken,
 ) {
-    let mut dropper = Dropper { registry, world, done: BTreeMap::new(), owed: BTreeMap::new() };
+    let mut dropper = Dropper::new(registry, world);
     let stream = watcher(Api::<Pod>::all(client), watcher::Config::default()).default_backoff();
     let mut stream = std::pin::pin!(stream);
     loop {
-        let retry = tokio::time::sleep(if dropper.owed.is_empty() {
-            Duration::from_secs(60)
-        } else {
-            dropper.delay()
-        });
+        let due = dropper.due();
         tokio::select! {
             biased;
             () = shutdown.cancelled() => return,
@@ -83,9 +84,20 @@ pub async fn run(
                 Some(Err(error)) => tracing::debug!(%error, "watching pods"),
                 None => return,
             },
-            () = retry => dropper.retry().await,
+            () = tokio::time::sleep_until(due) => dropper.retry().await,
         }
     }
+}
+
+/// The longest sleep when nothing is owed.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// What could not be done yet.
+struct Owed {
+    consumed: Consumed,
+    backoff: Backoff,
+    /// When it is tried again, whatever else happens meanwhile.
+    due: Instant,
 }
 
 struct Dropper {
@@ -94,53 +106,69 @@ struct Dropper {
     /// Pod UID to the snapshot whose tag is known to be gone, so that later events cost nothing.
     done: BTreeMap<String, String>,
     /// Pod UID to what could not be done yet.
-    owed: BTreeMap<String, (Consumed, Backoff)>,
+    owed: BTreeMap<String, Owed>,
+    /// The pods of a list that is being read; those that are not in it went while nobody watched.
+    listed: Option<BTreeSet<String>>,
 }
 
 impl Dropper {
+    fn new(registry: Arc<dyn Registry>, world: Arc<dyn World>) -> Self {
+        Self { registry, world, done: BTreeMap::new(), owed: BTreeMap::new(), listed: None }
+    }
+
     async fn see(&mut self, event: watcher::Event<Pod>) {
         match event {
-            watcher::Event::Apply(pod) | watcher::Event::InitApply(pod) => {
-                let uid = pod.uid().unwrap_or_default();
-                match may_drop(&pod) {
-                    Some(consumed) if self.done.get(&uid) != Some(&consumed.woken_from) => {
-                        self.attempt(
-                            uid,
-                            consumed,
-                            Backoff::new(Duration::from_secs(1), Duration::from_secs(300)),
-                        )
-                        .await;
-                    }
-                    Some(_) => {}
-                    None => drop(self.owed.remove(&uid)),
-                }
+            watcher::Event::Apply(pod) => self.pod(&pod).await,
+            watcher::Event::InitApply(pod) => {
+                self.listed.get_or_insert_default().insert(pod.uid().unwrap_or_default());
+                self.pod(&pod).await;
             }
             watcher::Event::Delete(pod) => {
                 let uid = pod.uid().unwrap_or_default();
                 self.done.remove(&uid);
                 self.owed.remove(&uid);
             }
-            watcher::Event::Init | watcher::Event::InitDone => {}
+            watcher::Event::Init => self.listed = Some(BTreeSet::new()),
+            watcher::Event::InitDone => {
+                if let Some(listed) = self.listed.take() {
+                    self.done.retain(|uid, _| listed.contains(uid));
+                    self.owed.retain(|uid, _| listed.contains(uid));
+                }
+            }
         }
     }
 
-    fn delay(&mut self) -> Duration {
-        let world = Arc::clone(&self.world);
-        self.owed
-            .values_mut()
-            .map(|(_, backoff)| backoff.clone().next(&*world))
-            .min()
-            .unwrap_or(Duration::from_secs(60))
-    }
-
-    async fn retry(&mut self) {
-        for (uid, (consumed, mut backoff)) in std::mem::take(&mut self.owed) {
-            backoff.next(&*self.world);
+    async fn pod(&mut self, pod: &Pod) {
+        let uid = pod.uid().unwrap_or_default();
+        let Some(consumed) = may_drop(pod) else {
+            self.owed.remove(&uid);
+            return;
+        };
+        let done = self.done.get(&uid) == Some(&consumed.woken_from);
+        let waits = self.owed.get(&uid).is_some_and(|owed| owed.consumed == consumed);
+        if !done && !waits {
+            let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(300));
             self.attempt(uid, consumed, backoff).await;
         }
     }
 
-    async fn attempt(&mut self, uid: String, consumed: Consumed, backoff: Backoff) {
+    fn due(&self) -> Instant {
+        let first = self.owed.values().map(|owed| owed.due).min();
+        first.unwrap_or_else(|| self.world.instant() + IDLE)
+    }
+
+    async fn retry(&mut self) {
+        let now = self.world.instant();
+        let due: Vec<String> =
+            self.owed.iter().filter(|(_, owed)| owed.due <= now).map(|(uid, _)| uid.clone()).collect();
+        for uid in due {
+            if let Some(owed) = self.owed.remove(&uid) {
+                self.attempt(uid, owed.consumed, owed.backoff).await;
+            }
+        }
+    }
+
+    async fn attempt(&mut self, uid: String, consumed: Consumed, mut backoff: Backoff) {
         match drop_tag(&*self.registry, &consumed).await {
             Ok(dropped) => {
                 if dropped {
@@ -155,7 +183,8 @@ impl Dropper {
             }
             Err(error) => {
                 tracing::warn!(vm = consumed.vm_name, error = %chain(&error), "a consumed hibernate tag stays for now");
-                self.owed.insert(uid, (consumed, backoff));
+                let due = self.world.instant() + backoff.next(&*self.world);
+                self.owed.insert(uid, Owed { consumed, backoff, due });
             }
         }
     }
@@ -207,6 +236,40 @@ mod tests {
         });
         change(&mut pod);
         serde_json::from_value(pod).unwrap()
+    }
+
+    fn dropper() -> Dropper {
+        let registry = Arc::new(cocoon_oci::memory::Memory::new());
+        Dropper::new(registry, Arc::new(cocoon_kit::world::RealWorld))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pods_that_went_while_nobody_watched_are_forgotten() {
+        let mut dropper = dropper();
+        for uid in ["stays", "went"] {
+            dropper.see(watcher::Event::Apply(pod(|pod| pod["metadata"]["uid"] = uid.into()))).await;
+        }
+        assert_eq!(dropper.done.len(), 2);
+        dropper.see(watcher::Event::Init).await;
+        dropper.see(watcher::Event::InitApply(pod(|pod| pod["metadata"]["uid"] = "stays".into()))).await;
+        dropper.see(watcher::Event::InitDone).await;
+        assert_eq!(dropper.done.into_keys().collect::<Vec<_>>(), ["stays"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn events_neither_delay_nor_hasten_a_retry() {
+        let mut dropper = dropper();
+        let owed = pod(|pod| pod["metadata"]["uid"] = "u".into());
+        let consumed = may_drop(&owed).unwrap();
+        let due = Instant::now() + Duration::from_secs(30);
+        let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(300));
+        dropper.owed.insert("u".into(), Owed { consumed, backoff, due });
+        dropper.see(watcher::Event::Apply(owed)).await;
+        dropper.retry().await;
+        assert_eq!((dropper.due(), dropper.owed.len()), (due, 1));
+        tokio::time::advance(Duration::from_secs(30)).await;
+        dropper.retry().await;
+        assert!(dropper.owed.is_empty());
     }
 
     #[test]
