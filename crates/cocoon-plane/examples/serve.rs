@@ -27,7 +27,7 @@ async fn main() -> Result<(), Failure> {
     let plane = Plane::open(config, Arc::new(RealWorld)).await?;
     plane.publish_authority(authority.certificate());
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
-    let url = Plane::url(listener.local_addr()?);
+    let url = format!("https://{}", listener.local_addr()?);
     write_kubeconfig(folder, "kubeconfig", &url, &authority, "admin", &["system:masters"])?;
     write_kubeconfig(folder, "node.kubeconfig", &url, &authority, "system:node:n1", &["system:nodes"])?;
     println!("export KUBECONFIG={}", folder.join("kubeconfig").display());

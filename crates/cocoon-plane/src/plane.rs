@@ -2,7 +2,6 @@
 
 use std::{
     convert::Infallible,
-    net::SocketAddr,
     path::PathBuf,
     sync::{Arc, OnceLock},
 };
@@ -178,16 +177,10 @@ impl Plane {
         let _ = self.inner.authority.set(pem.to_owned());
     }
 
-    /// Number of objects, for a size to show.
-    #[must_use]
-    pub fn object_count(&self) -> usize {
-        self.inner.objects.store().list(&crate::store::Filter::default()).0.len()
-    }
-
-    /// Address helper for messages.
-    #[must_use]
-    pub fn url(address: SocketAddr) -> String {
-        format!("https://{address}")
+    /// For the tests of parts that work on it.
+    #[cfg(test)]
+    pub(crate) fn into_inner(self) -> Arc<Inner> {
+        self.inner
     }
 }
 

@@ -155,11 +155,14 @@ async fn examine(inner: &Inner, key: &Key) -> Result<(), ApiError> {
     }
 }
 
+/// Deletes what was examined and nothing newer: a reference may have been removed or added meanwhile, and
+/// then the change itself brings the object up again.
 async fn delete(inner: &Inner, object: &Object) -> Result<(), ApiError> {
     let Some(kind) = by_table(object.key.table) else { return Ok(()) };
     let has_dependents = !inner.objects.store().dependents(&object.uid).is_empty();
     let propagation = if has_dependents { Propagation::Foreground } else { Propagation::Background };
-    let options = DeleteOptions { uid: (*object.uid).into(), propagation, ..DeleteOptions::default() };
+    let (uid, revision) = ((*object.uid).into(), object.revision.to_string());
+    let options = DeleteOptions { uid, revision, propagation, ..DeleteOptions::default() };
     settled(inner.objects.delete(kind, &object.key.namespace, &object.key.name, &options).await.map(drop))
 }
 
@@ -234,7 +237,27 @@ async fn drop_finalizer(inner: &Inner, object: &Object, name: &str) -> Result<()
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+    use crate::controllers::testing;
+
+    #[tokio::test]
+    async fn an_object_whose_references_changed_since_it_was_examined_is_kept() {
+        let inner = testing::inner().await;
+        let kind = by_table("configmaps").unwrap();
+        let gone = json!([{ "apiVersion": "v1", "kind": "ConfigMap", "name": "gone", "uid": "gone" }]);
+        let map = json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a", "ownerReferences": gone },
+        });
+        let examined =
+            inner.objects.create(kind, "default", map, WriteOptions::default()).await.unwrap().object;
+        unlink(&inner, &examined, &["gone".to_owned()]).await.unwrap();
+        delete(&inner, &examined).await.unwrap();
+        let kept = inner.objects.find(kind, "default", "a").unwrap();
+        delete(&inner, &kept).await.unwrap();
+        assert!(inner.objects.find(kind, "default", "a").is_none());
+    }
 
     #[test]
     fn an_object_lives_as_long_as_one_owner_is_present() {

@@ -82,3 +82,18 @@ async fn emit(inner: &Inner, object: &Value, kind: &str, reason: &str, message: 
         tracing::debug!(%error, reason, "an event was not written");
     }
 }
+
+#[cfg(test)]
+mod testing {
+    use std::sync::Arc;
+
+    use cocoon_kit::world::RealWorld;
+
+    use crate::plane::{Inner, Plane, PlaneConfig};
+
+    /// A plane in memory, without controllers.
+    pub(super) async fn inner() -> Arc<Inner> {
+        let config = PlaneConfig { journal: None, tokens: vec![], kubelet_client: None };
+        Plane::open(config, Arc::new(RealWorld)).await.unwrap().into_inner()
+    }
+}

@@ -12,7 +12,7 @@ use crate::{
     objects::WriteOptions,
     plane::Inner,
     resources::KINDS,
-    rules::{DeleteOptions, Part},
+    rules::{self, DeleteOptions, Part},
     store::{Change, Filter, Notice, Object},
 };
 
@@ -113,7 +113,14 @@ async fn empty(inner: &Inner, namespace: &Object) -> Result<(), ApiError> {
     for kind in KINDS.iter().filter(|kind| kind.namespaced && kind.is_stored_form()) {
         let inside = Some(Arc::clone(&namespace.key.name));
         let filter = Filter { table: Some(kind.table), namespace: inside, ..Filter::default() };
-        let (objects, _) = inner.objects.store().list(&filter);
+        let objects = {
+            let store = inner.objects.store();
+            // Only a namespace that leaves takes nothing new: what is listed with it is its own.
+            if store.by_uid(&namespace.uid).is_none() {
+                return Ok(());
+            }
+            store.list(&filter).0
+        };
         for object in objects {
             if object.deleting {
                 left += 1;
@@ -133,12 +140,39 @@ async fn empty(inner: &Inner, namespace: &Object) -> Result<(), ApiError> {
     }
     let kind = row("namespaces")?;
     let release = |mut value: Value| {
+        rules::check_preconditions(kind, &value, &namespace.uid, "")?;
         json::object(&mut value, "spec").insert("finalizers".into(), json!([]));
         Ok(value)
     };
     let name = &namespace.key.name;
     match inner.objects.update(kind, "", name, Part::Inner, WriteOptions::default(), release).await {
-        Err(error) if error.code == 404 => Ok(()),
+        // Gone, or made anew under the same name.
+        Err(error) if matches!(error.code, 404 | 409) => Ok(()),
         other => other.map(drop),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::controllers::testing;
+
+    #[tokio::test]
+    async fn a_namespace_made_anew_is_not_emptied_for_the_old_one() {
+        let inner = testing::inner().await;
+        let kind = row("namespaces").unwrap();
+        let body = || json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "n" } });
+        let objects = &inner.objects;
+        objects.create(kind, "", body(), WriteOptions::default()).await.unwrap();
+        let old = objects.delete(kind, "", "n", &DeleteOptions::default()).await.unwrap().object;
+        empty(&inner, &old).await.unwrap();
+        assert!(objects.find(kind, "", "n").is_none());
+        objects.create(kind, "", body(), WriteOptions::default()).await.unwrap();
+        furnish(&inner, "n").await.unwrap();
+        empty(&inner, &old).await.unwrap();
+        let account = objects.find(row("serviceaccounts").unwrap(), "n", "default");
+        assert!(account.is_some_and(|account| !account.deleting));
+        let space = objects.find(kind, "", "n").unwrap();
+        assert!(!json::list(&space.value(), "/spec/finalizers").is_empty());
     }
 }

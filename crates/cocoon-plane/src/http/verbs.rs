@@ -325,15 +325,24 @@ async fn delete_body(call: &Call, body: Body) -> Result<Value, ApiError> {
     fields::parse(&content_type(&call.parts.headers), &body).map(|(value, _)| value)
 }
 
+/// How a delete is to be done and shown.
+async fn asked_delete(
+    call: &Call,
+    body: Body,
+    kind: &'static Kind,
+) -> Result<(Presenter, rules::DeleteOptions), ApiError> {
+    let presenter = presenter(call, kind)?;
+    let body = delete_body(call, body).await?;
+    Ok((presenter, delete_options(&call.params, &body)?))
+}
+
 pub(super) async fn delete(
     call: &Call,
     body: Body,
     kind: &'static Kind,
     address: &Address,
 ) -> Result<Response, ApiError> {
-    let presenter = presenter(call, kind)?;
-    let body = delete_body(call, body).await?;
-    let options = delete_options(&call.params, &body)?;
+    let (presenter, options) = asked_delete(call, body, kind).await?;
     let deleted = call.inner.objects.delete(kind, &address.namespace, &address.name, &options).await?;
     if !deleted.removed || kind.returns_deleted {
         return Ok(respond(200, "application/json", presenter.one(&deleted.object, true)));
@@ -354,9 +363,7 @@ pub(super) async fn delete_collection(
     kind: &'static Kind,
     address: &Address,
 ) -> Result<Response, ApiError> {
-    let presenter = presenter(call, kind)?;
-    let body = delete_body(call, body).await?;
-    let options = delete_options(&call.params, &body)?;
+    let (presenter, options) = asked_delete(call, body, kind).await?;
     if kind.namespaced && address.namespace.is_empty() {
         return Err(ApiError::method_not_allowed("deletecollection over all namespaces"));
     }
@@ -383,9 +390,12 @@ pub(super) async fn finalize(
     let presenter = presenter(call, kind)?;
     let options = write_options(call)?;
     let body = read_body(body).await?;
-    let (value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    let (mut value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    accept_body(kind, address, &mut value)?;
     let finalizers = value.pointer("/spec/finalizers").cloned();
+    let (uid, revision) = (text(&value, "/metadata/uid"), text(&value, "/metadata/resourceVersion"));
     let set = |mut old: Value| {
+        rules::check_preconditions(kind, &old, uid, revision)?;
         json::put(json::object(&mut old, "spec"), "finalizers", finalizers.clone());
         Ok(old)
     };
@@ -407,10 +417,11 @@ pub(super) async fn bind(
     if !matches!(target, "" | "Node") || node.is_empty() {
         return Err(ApiError::bad_request("the target of a binding must be a Node with a name"));
     }
-    let uid = text(&value, "/metadata/uid");
+    check_place(kind, address, &value)?;
+    let (uid, revision) = (text(&value, "/metadata/uid"), text(&value, "/metadata/resourceVersion"));
     let now = rules::stamp(call.inner.objects.world().now());
     let bind = |old: Value| {
-        rules::check_preconditions(kind, &old, uid, "")?;
+        rules::check_preconditions(kind, &old, uid, revision)?;
         rules::bound(kind, old, node, &now)
     };
     let (namespace, name) = (&address.namespace, &address.name);

@@ -104,6 +104,32 @@ async fn no_path_that_takes_a_body_takes_one_that_is_not_an_object() {
 }
 
 #[tokio::test]
+async fn a_finalize_or_binding_of_something_older_is_refused() {
+    let client = Client::admin().await;
+    let old = client.post("/api/v1/namespaces", &json!({ "metadata": { "name": "n" } })).await;
+    client.post(PODS, &pod("a")).await;
+    client.post("/api/v1/nodes", &node("n1")).await;
+    let path = "/api/v1/namespaces/n/finalize";
+    let binding = json!({ "target": { "kind": "Node", "name": "n1" } });
+    for (field, value) in [("uid", json!("other")), ("resourceVersion", json!("1"))] {
+        let mut space = old.body.clone();
+        space["metadata"][field] = value.clone();
+        space["spec"]["finalizers"] = json!([]);
+        assert_eq!(client.put(path, &space).await.code, 409, "finalize with another {field}");
+        let mut stale = binding.clone();
+        stale["metadata"] = json!({ "name": "a", field: value });
+        let answer = client.post(&format!("{PODS}/a/binding"), &stale).await;
+        assert_eq!(answer.code, 409, "binding with another {field}: {}", answer.body);
+    }
+    let kept = client.get("/api/v1/namespaces/n").await;
+    assert_eq!(kept.body["spec"]["finalizers"], json!(["kubernetes"]));
+    let mut space = old.body.clone();
+    space["spec"]["finalizers"] = json!([]);
+    assert_eq!(client.put(path, &space).await.code, 200);
+    assert_eq!(client.post(&format!("{PODS}/a/binding"), &binding).await.code, 201);
+}
+
+#[tokio::test]
 async fn a_write_that_changes_nothing_makes_no_revision() {
     let client = Client::admin().await;
     let made = client.post(PODS, &pod("a")).await;
