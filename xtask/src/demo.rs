@@ -10,7 +10,7 @@ use crate::{build, host, lab::Lab, story};
 /// What the demo takes.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Leave the system running and print how to use it.
+    /// Skip the story: leave the system running and print what to try and how to end it.
     #[arg(long)]
     keep: bool,
     /// More arguments for `cocoon up`, behind `--`: for example `-- --memory full-stream`.
@@ -59,17 +59,36 @@ fn acceleration(lab: &Lab) -> &'static str {
 
 fn kept(mut lab: Lab) -> anyhow::Result<()> {
     story::import_images(&lab)?;
-    let enter = format!("ip netns exec {}", lab.namespace());
-    println!("running; its network is a namespace of its own, so enter it first:");
-    println!("  {enter} bash");
-    println!("  export KUBECONFIG={}", lab.kubeconfig().display());
-    let kubectl = lab.kubectl_program().display();
-    println!("  {kubectl} apply -f {}", story::example(story::DEMO));
+    let (kubectl, namespace) = (lab.kubectl_program().display(), lab.namespace());
+    let (demo, fork) = (story::example(story::DEMO), story::example(story::FORKS[0]));
+    let pid = lab.pid().context("cocoon up is not running")?;
+    let key = "vm.cocoonstack.io/hibernate";
     println!(
-        "to end it: {kubectl} delete pods --all; kill {}",
-        lab.pid().context("cocoon up is not running")?
+        "The system runs; the story was skipped. Its network is a namespace of its own, so enter that first:\n\n  \
+         ip netns exec {namespace} bash\n  \
+         export KUBECONFIG={}\n  \
+         export COCOON_ROOT_DIR={}\n\n\
+         Then try, in this order:\n\n  \
+         {kubectl} apply -f {demo}\n  \
+         {kubectl} wait --for=condition=Ready pod {}\n  \
+         {kubectl} exec {} -- uname -a\n  \
+         {kubectl} apply -f {fork}                # a fork: same memory, identity of its own\n  \
+         {kubectl} annotate pod {} {key}=true      # hibernate\n  \
+         {kubectl} annotate pod {} {key}-          # wake\n  \
+         {} vm list\n\n\
+         To end it, in this order (a pod deleted first leaves no VM behind):\n\n  \
+         {kubectl} delete pods --all && kill {pid} && sleep 3\n  \
+         exit\n  \
+         ip netns del {namespace} && rm -rf {}",
+        lab.kubeconfig().display(),
+        lab.data().display(),
+        story::DEMO,
+        story::DEMO,
+        story::DEMO,
+        story::DEMO,
+        lab.built().cocoon.display(),
+        lab.scratch().display(),
     );
-    println!("and then: ip netns del {}", lab.namespace());
     lab.keep();
     Ok(())
 }

@@ -229,13 +229,7 @@ impl Lab {
         let output = self
             .command(&self.built.cocoon)
             .arg("--root-dir")
-            .arg(data.join("engine"))
-            .arg("--run-dir")
-            .arg(data.join("run"))
-            .arg("--log-dir")
-            .arg(data.join("log"))
-            .arg("--network-dir")
-            .arg(data.join("net"))
+            .arg(&data)
             .arg("--boot-bundle")
             .arg(&self.built.bundle)
             .args(arguments)
@@ -355,7 +349,7 @@ impl Drop for Lab {
             let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).stderr(Stdio::null()).status();
         }
         let _ = host::quiet(Command::new("ip").args(["netns", "del", &self.namespace]));
-        if std::env::var_os("COCOON_LAB_KEEP_FILES").is_none() {
+        if std::env::var_os("COCOON_LAB_KEEP").is_none() {
             let _ = std::fs::remove_dir_all(&self.folder);
         }
     }

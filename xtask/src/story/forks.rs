@@ -24,7 +24,7 @@ pub(super) fn forks(story: &mut Story<'_>) -> anyhow::Result<()> {
     let pods: Vec<&str> = std::iter::once(DEMO).chain(FORKS).collect();
     for (what, script) in [
         ("MAC", "cat /sys/class/net/eth0/address"),
-        ("address", "ip -4 addr show eth0 | grep -o 'inet [0-9.]*'"),
+        ("network address", "ip -4 addr show eth0 | grep -o 'inet [0-9.]*'"),
         ("host name", "hostname"),
         ("machine id", "cat /etc/machine-id"),
         ("kernel random UUID", "cat /proc/sys/kernel/random/uuid"),
@@ -40,7 +40,7 @@ pub(super) fn forks(story: &mut Story<'_>) -> anyhow::Result<()> {
     }
     for fork in FORKS {
         let marker = story.sh(fork, "cat /run/marker")?;
-        let count = story.number(fork, "cat /run/count")?;
+        let count = story.number(fork, life::COUNT)?;
         story.claim(
             &format!("{fork} has the source's memory content"),
             marker == "before the fork" && count > 1.0,

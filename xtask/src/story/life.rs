@@ -14,6 +14,8 @@ use super::{DEMO, DEMO_VM, Story, annotation, is_ready};
 const COUNTER: &str = "setsid sh -c 'echo $$ > /run/counter.pid; i=0; while :; do i=$((i+1)); \
                        echo $i >> /root/lines; echo $i > /run/count; usleep 10000; done' \
                        >/dev/null 2>&1 </dev/null &";
+/// The counter in memory. It is written in two steps (empty, then the number), so an empty read is repeated.
+pub(super) const COUNT: &str = "until n=$(cat /run/count) && [ -n \"$n\" ]; do :; done; echo $n";
 /// Lines numbered from 1 with none missing or repeated: prints how many.
 pub(super) const NO_GAP: &str = "cp /root/lines /tmp/lines; n=$(wc -l < /tmp/lines); \
                                  seq 1 $n | cmp - /tmp/lines && echo $n";
@@ -104,7 +106,7 @@ pub(super) fn counts(story: &mut Story<'_>) -> anyhow::Result<()> {
 pub(super) fn goes_on(story: &mut Story<'_>, pod: &str, before: &Before) -> anyhow::Result<()> {
     let lines = story.number(pod, NO_GAP)?;
     story.claim("no line is missing or repeated", lines >= before.lines)?;
-    let count = story.number(pod, "cat /run/count")?;
+    let count = story.number(pod, COUNT)?;
     story.claim("the counter in memory goes on", count > before.count)?;
     let up = story.number(pod, "cut -d' ' -f1 /proc/uptime")?;
     story.claim("uptime goes on", up > before.uptime && up < before.uptime + 120.0)?;
@@ -145,7 +147,7 @@ pub(super) struct Before {
 pub(super) fn before(story: &Story<'_>, pod: &str) -> anyhow::Result<Before> {
     Ok(Before {
         lines: story.number(pod, "wc -l < /root/lines")?,
-        count: story.number(pod, "cat /run/count")?,
+        count: story.number(pod, COUNT)?,
         uptime: story.number(pod, "cut -d' ' -f1 /proc/uptime")?,
     })
 }

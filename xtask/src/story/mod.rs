@@ -145,19 +145,15 @@ impl Story<'_> {
     }
 
     fn wait_ready(&self, name: &str) -> anyhow::Result<Value> {
-        self.lab.wait(&format!("pod {name} ready"), WAIT, || {
-            let pod = self.the_pod(name)?;
-            let lifecycle = annotation(&pod, "vm.cocoonstack.io/lifecycle-state");
-            ensure!(
-                lifecycle != "failed",
-                "pod {name} failed: {}",
-                annotation(&pod, "vm.cocoonstack.io/lifecycle-state-message")
-            );
-            Ok((is_ready(&pod) && lifecycle == "ready").then_some(pod))
-        })
+        self.wait_for(name, "ready", is_ready)
     }
 
     fn wait_lifecycle(&self, name: &str, state: &str) -> anyhow::Result<Value> {
+        self.wait_for(name, state, |_| true)
+    }
+
+    /// Waits for a lifecycle state and `also`; a failed lifecycle ends the wait with its message.
+    fn wait_for(&self, name: &str, state: &str, also: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
         self.lab.wait(&format!("pod {name} {state}"), WAIT, || {
             let pod = self.the_pod(name)?;
             let lifecycle = annotation(&pod, "vm.cocoonstack.io/lifecycle-state");
@@ -166,7 +162,7 @@ impl Story<'_> {
                 "pod {name} failed: {}",
                 annotation(&pod, "vm.cocoonstack.io/lifecycle-state-message")
             );
-            Ok((lifecycle == state).then_some(pod))
+            Ok((lifecycle == state && also(&pod)).then_some(pod))
         })
     }
 

@@ -154,7 +154,7 @@ impl Settings {
         )?;
         Ok(Self {
             run_dir: path(flags.run_dir, "RUN_DIR", file.run_dir, root_dir.join("run")),
-            log_dir: path(flags.log_dir, "LOG_DIR", file.log_dir, "/var/log/cocoon".into()),
+            log_dir: path(flags.log_dir, "LOG_DIR", file.log_dir, default_log_dir(&root_dir)),
             boot_bundle: path(
                 flags.boot_bundle,
                 "BOOT_BUNDLE",
@@ -213,6 +213,12 @@ impl Settings {
     pub fn temp_dir(&self) -> PathBuf {
         Path::new(&self.root_dir).join("oci/temp")
     }
+}
+
+/// The contract's folder, or the one that `cocoon up` keeps in its data folder.
+fn default_log_dir(root_dir: &Path) -> PathBuf {
+    let of_up = root_dir.join("log");
+    if of_up.is_dir() { of_up } else { "/var/log/cocoon".into() }
 }
 
 /// Where a program is: a bare name is looked for in `PATH`; one that is not there stays as it is, for the

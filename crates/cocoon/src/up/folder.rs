@@ -71,10 +71,16 @@ impl DataFolder {
             .and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes()))
             .map_err(on_io)?;
         check_version(path)?;
-        for part in ["engine", "run", "log", "net", "registry"] {
+        for part in ["run", "log", "net", "registry"] {
             files::private_folder(&path.join(part)).map_err(on_io)?;
         }
         Ok(Self { path: path.clone(), _lock: lock })
+    }
+
+    /// The folder itself, which is the engine's root folder too.
+    #[must_use]
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// A file or folder in it.
@@ -119,6 +125,6 @@ mod tests {
         let refused = DataFolder::open(folder.path()).unwrap_err().to_string();
         assert!(refused.contains("version 7"), "{refused}");
         assert_eq!(std::fs::read_to_string(folder.path().join("version")).unwrap(), "7\n");
-        assert!(!folder.path().join("engine").exists());
+        assert!(!folder.path().join("run").exists());
     }
 }

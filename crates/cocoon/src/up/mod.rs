@@ -150,7 +150,7 @@ async fn bind(address: SocketAddr, flag: &str) -> anyhow::Result<TcpListener> {
 
 fn engine_config(args: &UpArgs, folder: &DataFolder, network: &NetworkConfig) -> EngineConfig {
     EngineConfig {
-        root_dir: folder.join("engine"),
+        root_dir: folder.path().to_owned(),
         run_dir: folder.join("run"),
         log_dir: folder.join("log"),
         boot_bundle: args.boot_bundle.clone(),
@@ -303,6 +303,6 @@ async fn leave(engine: &Engine, network: &NetworkConfig) -> anyhow::Result<()> {
     if vms.is_empty() {
         return network::release(network).await;
     }
-    eprintln!("{} VMs go on running; `cocoon up` with the same --data-dir finds them again", vms.len());
+    println!("{} VM(s) and the network go on; `cocoon up` with the same --data-dir finds them again", vms.len());
     Ok(())
 }

@@ -39,14 +39,14 @@ fn a_vm_name_that_is_not_the_pods_own_is_refused() {
 fn a_vm_name_over_46_characters_is_refused() {
     let (name, vm) = (
         "a-pod-with-a-rather-long-name-indeed-0",
-        "vk-default-a-pod-with-a-rather-long-name-indeed-0-000000",
+        "vk-default-a-pod-with-a-rather-long-name-indeed-0-2ac6f1",
     );
     refused(name, vm, json!({}), "VMNameTooLong", "46");
 }
 
 #[test]
 fn malformed_annotations_are_refused_before_anything_is_made() {
-    refused(A.0, A.1, json!({"cocoonset.cocoonstack.io/storage": "many"}), "InvalidAnnotation", "many");
+    refused(A.0, A.1, json!({"cocoonset.cocoonstack.io/storage": "many"}), "InvalidResources", "storage");
 }
 
 #[test]
