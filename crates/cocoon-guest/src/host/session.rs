@@ -244,13 +244,14 @@ mod tests {
         assert!(text.len() < 300, "{} bytes", text.len());
     }
 
-    /// Counts the events of a session.
+    /// A log in memory.
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<u8>>>);
 
     impl io::Write for Log {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            io::Write::write(&mut *self.0.lock().unwrap(), bytes)
+            let mut log = self.0.lock().map_err(|error| io::Error::other(error.to_string()))?;
+            io::Write::write(&mut *log, bytes)
         }
 
         fn flush(&mut self) -> io::Result<()> {
