@@ -24,7 +24,8 @@ pub fn run(name: Option<&str>) -> anyhow::Result<()> {
         bail!("no bench is named {name:?}; `cargo xtask bench` lists them");
     }
     let built = build::everything()?;
-    let build = ["build", "--release", "--quiet", "-p", "cocoon-checks", "--bin", "bench"];
+    // Both packages: so that dependencies have the features that they have in `cocoon`, and are there already.
+    let build = ["build", "--release", "--quiet", "-p", "cocoon", "-p", "cocoon-checks", "--bin", "bench"];
     host::shown(Command::new(build::cargo()).current_dir(root()).args(build))?;
     let out = root().join("target/bench");
     std::fs::create_dir_all(&out)?;
