@@ -24,6 +24,9 @@ use crate::{
     vm::blocking,
 };
 
+/// Where `qemu-img` is looked for: nothing else of our environment reaches it.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
 /// Writes the disk whose files are `chain` (top first) to `out` as one qcow2 file without a backing
 /// file. `top`, if given, stands in for the first file and is removed afterwards.
 pub(crate) async fn flatten(
@@ -68,15 +71,15 @@ fn convert(chain: &[PathBuf], out: &Path, uid: u32) -> io::Result<()> {
     let target = File::options().read(true).write(true).create_new(true).open(out)?;
     fchown(&target, Some(uid), Some(uid))?;
     let mut command = Command::new("qemu-img");
-    command.args(["convert", "-q", "-U", "-O", "qcow2"]);
-    command.arg(format!("json:{}", node(&files)));
+    command.args(["convert", "-q", "-U", "-O", "qcow2"]).arg(format!("json:{}", node(&files)));
     command.arg(format!("/proc/self/fd/{}", target.as_raw_fd()));
-    command.env_clear().env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
-    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.env_clear().env("PATH", PATH).current_dir("/");
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut keep = files;
     keep.push(target.into());
     let confinement = Confinement {
         uid,
+        group: None,
         keep,
         pid_file: None,
         cgroup: None,

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// First user id of VMs; the slot is added.
-const FIRST_UID: u32 = 3_000_000;
+pub(crate) const FIRST_UID: u32 = 3_000_000;
 
 /// What a VM boots with.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,8 +17,11 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 /// What a child gives up before it becomes another program.
 #[derive(Debug)]
 pub(crate) struct Confinement {
-    /// User and group of the child; supplementary groups are dropped. 0 keeps root (tests only).
+    /// User and group of the child; supplementary groups are dropped, but [`Confinement::group`]. 0 keeps
+    /// root (tests only).
     pub(crate) uid: u32,
+    /// The one supplementary group that the child keeps: that of `/dev/kvm`, which QEMU opens itself.
+    pub(crate) group: Option<u32>,
     /// Descriptors that stay open, under the numbers they have here.
     pub(crate) keep: Vec<OwnedFd>,
     /// Gets the `stat` line of the child from the child itself, before it becomes the program: whoever
@@ -65,7 +68,8 @@ fn confine(this: &Confinement) -> io::Result<()> {
         }
         keep_open(&this.keep)?;
         if this.uid != 0 {
-            check(libc::setgroups(0, std::ptr::null()))?;
+            let (count, list) = this.group.as_ref().map_or((0, std::ptr::null()), |gid| (1, &raw const *gid));
+            check(libc::setgroups(count, list))?;
             check(libc::setresgid(this.uid, this.uid, this.uid))?;
             check(libc::setresuid(this.uid, this.uid, this.uid))?;
         }

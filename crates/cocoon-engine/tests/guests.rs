@@ -364,12 +364,22 @@ fn a_frozen_guest_is_resumed_and_a_failed_capture_resumes_it() {
         host.engine.resume("vm-a").await.unwrap();
         host.engine.capture("vm-a", "s").await.unwrap();
         host.engine.capture("vm-a", "s").await.unwrap();
+        let captured = host.engine.snapshot("s").await.unwrap().envelope.id;
+        // A copy leaves it paused; what was captured before is then not all that it ever did.
+        host.engine.save("vm-a", "copy", "").await.unwrap();
+        assert!(host.engine.inspect("vm-a").await.unwrap().paused);
+        let refused = host.engine.remove_captured("vm-a", &captured).await.unwrap_err();
+        assert!(matches!(refused, ChangeError::WentOn(_)), "{}", chain(&refused));
+        host.engine.capture("vm-a", "s").await.unwrap();
+        let captured = host.engine.snapshot("s").await.unwrap().envelope.id;
         // Another process finds it paused, and lets it go on.
         let other = host.again(MemoryRecipe::Auto).await;
         assert!(other.inspect("vm-a").await.unwrap().paused);
         other.resume("vm-a").await.unwrap();
         assert!(!host.engine.inspect("vm-a").await.unwrap().paused);
         host.sh("vm-a", "true").await;
+        let refused = host.engine.remove_captured("vm-a", &captured).await.unwrap_err();
+        assert!(matches!(refused, ChangeError::WentOn(_)), "{}", chain(&refused));
         // The store's disk is full: refused before the guest stops.
         let staging = host.engine.config().root_dir.join("snapshot");
         mount_small(&staging);
@@ -386,7 +396,8 @@ fn a_frozen_guest_is_resumed_and_a_failed_capture_resumes_it() {
         assert!(!host.engine.inspect("vm-a").await.unwrap().paused);
         host.sh("vm-a", "true").await;
         std::fs::rename(gone.with_extension("away"), &gone).unwrap();
-        host.engine.remove("vm-a", true).await.unwrap();
+        let captured = host.engine.capture("vm-a", "s").await.unwrap().envelope.id;
+        host.engine.remove_captured("vm-a", &captured).await.unwrap();
         host.clone_of("s", "vm-b", CloneIdentity::Same).await;
         host.engine.remove("vm-b", true).await.unwrap();
         assert_eq!(host.remains(), Vec::<String>::new());

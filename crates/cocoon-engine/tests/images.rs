@@ -272,6 +272,36 @@ async fn files_deleted_by_a_layer_are_gone_in_what_the_guest_mounts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_layer_that_was_imported_alone_still_deletes_in_another_image() {
+    let host = Host::new().await;
+    let base = host.layer("base.tar", &[("etc/secret", "s"), ("etc/kept", "k")]);
+    let diff = host.layer("diff.tar", &[("etc/.wh.secret", ""), ("etc/new", "n")]);
+    host.store.import("diff", std::slice::from_ref(&diff)).await.unwrap();
+    host.store.import("both", &[base, diff.clone()]).await.unwrap();
+    host.store.import("again", &[diff]).await.unwrap();
+    host.store.remove("diff").await.unwrap();
+    host.store.remove("again").await.unwrap();
+    host.store.collect(&BTreeSet::new()).await.unwrap();
+    let disks: Vec<_> =
+        fs::read_dir(host.path("root/oci/blobs")).unwrap().map(|e| e.unwrap().path()).collect();
+    assert_eq!(disks.len(), 1, "{disks:?}");
+    assert_eq!(host.files(&disks[0]), ["etc/kept k", "etc/new n"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_archive_that_unpacks_to_too_much_is_refused_before_it_is_read_to_its_end() {
+    let host = Host::new().await;
+    let layer = host.layer("zeros.tar", &[("zeros", &"\0".repeat(4 << 20))]);
+    run("gzip", &["-k", layer.to_str().unwrap()]);
+    let bomb = host.path("zeros.tar.gz");
+    let how = ImportOptions { max_bytes: 1 << 20, ..ImportOptions::default() };
+    let error = host.store.import_with("bomb", &[bomb.clone()], how).await.unwrap_err();
+    assert!(matches!(&error, ImportError::Hostile { .. }), "{error}");
+    assert!(error.to_string().contains("more unpacked bytes"), "{error}");
+    host.store.import("enough", &[bomb]).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_same_content_is_built_once_also_by_two_at_a_time() {
     let host = Host::new().await;
     let layer = host.layer("l.tar", &[("a", "a")]);

@@ -40,7 +40,7 @@ pub(super) async fn files(
     how: ImportOptions,
 ) -> Result<Image, ImportError> {
     let (image, paths) = (name.to_owned(), paths.to_vec());
-    let source = blocking("image import", move || source::open(&image, paths)).await??;
+    let source = blocking("image import", move || source::open(&image, paths, how.max_bytes)).await??;
     source_into(store, name, Arc::from(source), how).await
 }
 
@@ -89,7 +89,7 @@ async fn source_into(
     if !joined {
         for (at, layer) in layers.iter().enumerate() {
             match blob(store, name, &source, vec![at], how.setuid, &mut budget).await? {
-                Built::Blob(built) => blobs.push(built),
+                Built::Blob { blob, .. } => blobs.push(blob),
                 Built::NeedsLower => {
                     store.index.put_joined(layer.clone()).await?;
                     joined = true;
@@ -101,7 +101,7 @@ async fn source_into(
     if joined {
         budget = Budget::new(how.max_bytes);
         match blob(store, name, &source, (0..layers.len()).collect(), how.setuid, &mut budget).await? {
-            Built::Blob(built) => blobs = vec![built],
+            Built::Blob { blob, .. } => blobs = vec![blob],
             Built::NeedsLower => return Err(unusable(name, "a layer refers to files that no layer has")),
         }
     }
@@ -147,7 +147,11 @@ fn one_missing(has: &str, lacks: &str) -> String {
 }
 
 enum Built {
-    Blob(Blob),
+    Blob {
+        blob: Blob,
+        /// Its layer removes files, so over other layers it must be merged with them.
+        hides: bool,
+    },
     NeedsLower,
 }
 
@@ -174,7 +178,7 @@ async fn blob(
                 entry: entry.clone(),
                 reason: armed_reason("setuid, setgid or file capabilities"),
             }),
-            _ => Ok(Built::Blob(known)),
+            _ => Ok(Built::Blob { blob: known, hides: false }),
         };
     }
     let job = Job { image: image.to_owned(), hex, layers, setuid, folders: Arc::clone(&store.folders) };
@@ -182,7 +186,11 @@ async fn blob(
     let (built, left) = blocking("image import", move || (job.run(source.as_ref(), &mut left), left)).await?;
     *budget = left;
     let built = built?;
-    if let Built::Blob(blob) = &built {
+    if let Built::Blob { blob, hides } = &built {
+        // First, so that no blob that lost its whiteouts is ever taken for the whole layer.
+        if *hides {
+            store.index.put_joined(blob.hex.clone()).await?;
+        }
         store.index.put_blob(blob.clone()).await?;
     }
     Ok(built)
@@ -218,7 +226,7 @@ impl Job {
             .map_err(|error| self.fault("a folder for its layers", error))?;
         let work = || self.build(folder.path(), source, budget);
         let built = jail::inside(folder.path(), work).map_err(|error| self.fault("unpacking", error))??;
-        if let Built::Blob(blob) = &built {
+        if let Built::Blob { blob, .. } = &built {
             // Outside the fence: a rename does not cross from one mount to another.
             super::files::place(&disk_in(folder.path()), &self.folders.blob(&blob.hex))
                 .map_err(|error| self.fault("its disk", error))?;
@@ -265,7 +273,8 @@ impl Job {
         let (size, content) =
             erofs::build(root, &disk_in(folder), &self.hex).map_err(|error| self.build_error(error))?;
         let stripped = unpacker.stripped().map(ToOwned::to_owned);
-        Ok(Built::Blob(Blob { hex: self.hex.clone(), content, size, kernel, initrd, stripped }))
+        let blob = Blob { hex: self.hex.clone(), content, size, kernel, initrd, stripped };
+        Ok(Built::Blob { blob, hides: unpacker.hides() })
     }
 
     fn keep(&self, unpacker: &mut Unpacker, kind: Boot) -> Result<Option<String>, ImportError> {

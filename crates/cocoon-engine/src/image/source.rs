@@ -26,14 +26,22 @@ pub(super) trait Source: Send + Sync {
 }
 
 /// Decides what the files are, by their content.
-pub(super) fn open(image: &str, paths: Vec<PathBuf>) -> Result<Box<dyn Source>, ImportError> {
+pub(super) fn open(image: &str, paths: Vec<PathBuf>, max_bytes: u64) -> Result<Box<dyn Source>, ImportError> {
     let unusable =
         |reason: &str| ImportError::Unusable { image: image.to_owned(), reason: reason.to_owned() };
-    let fault = |error: io::Error| Fault::new(format!("image {image}: {}", shown(&paths)), error);
+    let fault = |error: io::Error| match error.kind() {
+        io::ErrorKind::FileTooLarge => ImportError::Hostile {
+            image: image.to_owned(),
+            entry: "(the whole archive)".to_owned(),
+            reason: "more unpacked bytes than an image may have".to_owned(),
+        },
+        _ => Fault::new(format!("image {image}: {}", shown(&paths)), error).into(),
+    };
     let first = paths
         .first()
         .ok_or_else(|| unusable("no archive was given; name a tar file, or write one to standard input"))?;
-    let kinds = paths.iter().map(kind_of).collect::<io::Result<Vec<_>>>().map_err(fault)?;
+    let kinds =
+        paths.iter().map(|path| kind_of(path, max_bytes)).collect::<io::Result<Vec<_>>>().map_err(fault)?;
     match kinds[0] {
         Kind::Qcow2 { hostile: true } => Err(ImportError::Hostile {
             image: image.to_owned(),
@@ -54,9 +62,9 @@ pub(super) fn open(image: &str, paths: Vec<PathBuf>) -> Result<Box<dyn Source>, 
             Ok(_) => Err(unusable("an image archive must be the only file")),
             Err(error) => Err(archive_error(image, error)),
         },
-        Kind::Compressed => Ok(Box::new(Tars::new(paths.clone()).map_err(fault)?)),
+        Kind::Compressed => Ok(Box::new(Tars::new(paths.clone(), max_bytes).map_err(fault)?)),
         Kind::Tar if kinds.iter().all(|kind| matches!(kind, Kind::Tar)) => {
-            Ok(Box::new(Tars::new(paths.clone()).map_err(fault)?))
+            Ok(Box::new(Tars::new(paths.clone(), max_bytes).map_err(fault)?))
         }
         Kind::Tar => Err(unusable("every file must be a plain tar, one a layer, the lowest first")),
     }
@@ -96,15 +104,17 @@ enum Kind {
     Other,
 }
 
-fn kind_of(path: &PathBuf) -> io::Result<Kind> {
+fn kind_of(path: &PathBuf, max_bytes: u64) -> io::Result<Kind> {
     let mut head = Vec::new();
     File::open(path)?.take(512).read_to_end(&mut head)?;
     if head.starts_with(b"QFI\xfb") {
         return Ok(Kind::Qcow2 { hostile: qcow2_names_a_file(&head) });
     }
     let compressed = head.starts_with(&[0x1f, 0x8b]) || head.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
-    let Ok(image) = holds_an_image(path) else {
-        return Ok(Kind::Other);
+    let image = match holds_an_image(path, max_bytes) {
+        Ok(image) => image,
+        Err(error) if error.kind() == io::ErrorKind::FileTooLarge => return Err(error),
+        Err(_) => return Ok(Kind::Other),
     };
     Ok(match (image, compressed) {
         (true, _) => Kind::Image,
@@ -122,8 +132,8 @@ fn qcow2_names_a_file(head: &[u8]) -> bool {
 }
 
 /// Whether one of the first members makes this an image archive; an error if it is no tar.
-fn holds_an_image(path: &PathBuf) -> io::Result<bool> {
-    let mut archive = tar::Archive::new(plain(path)?);
+fn holds_an_image(path: &PathBuf, max_bytes: u64) -> io::Result<bool> {
+    let mut archive = tar::Archive::new(plain(path, max_bytes)?);
     let mut any = false;
     // Writers put these among the blobs, and in any order: look at all names, never at contents.
     for entry in archive.entries()?.raw(true).take(MAX_LOOKED_AT) {
@@ -141,7 +151,7 @@ fn holds_an_image(path: &PathBuf) -> io::Result<bool> {
 /// A layer may be empty: at least one block of zeros.
 fn empty_tar(path: &PathBuf) -> io::Result<bool> {
     let mut head = Vec::new();
-    plain(path)?.take(512).read_to_end(&mut head)?;
+    plain(path, u64::MAX)?.take(512).read_to_end(&mut head)?;
     if head.len() == 512 && head.iter().all(|byte| *byte == 0) {
         Ok(false)
     } else {
@@ -187,27 +197,47 @@ impl Source for Archive {
 #[derive(Debug)]
 pub(super) struct Tars {
     files: Vec<PathBuf>,
+    max_bytes: u64,
     layers: Vec<String>,
     image: String,
 }
 
 impl Tars {
     /// Hashes the tars: a layer's digest is that of its tar, the image's that of the hex strings joined.
-    pub(super) fn new(files: Vec<PathBuf>) -> io::Result<Self> {
-        let layers = files.iter().map(|path| hash(&mut plain(path)?)).collect::<io::Result<Vec<_>>>()?;
+    pub(super) fn new(files: Vec<PathBuf>, max_bytes: u64) -> io::Result<Self> {
+        let layers =
+            files.iter().map(|path| hash(&mut plain(path, max_bytes)?)).collect::<io::Result<Vec<_>>>()?;
         let image = hex::encode(Sha256::digest(layers.concat()));
-        Ok(Self { files, layers, image })
+        Ok(Self { files, max_bytes, layers, image })
     }
 }
 
-/// The file's tar: unpacked on the way if it is compressed.
-fn plain(path: &PathBuf) -> io::Result<Box<dyn Read + Send>> {
+/// The file's tar: unpacked on the way if it is compressed, but never to more than `max_bytes`.
+fn plain(path: &PathBuf, max_bytes: u64) -> io::Result<Box<dyn Read + Send>> {
     let mut file = BufReader::new(File::open(path)?);
     Ok(match file.fill_buf()? {
-        [0x1f, 0x8b, ..] => Box::new(flate2::bufread::MultiGzDecoder::new(file)),
-        [0x28, 0xb5, 0x2f, 0xfd, ..] => Box::new(zstd::Decoder::with_buffer(file)?),
+        [0x1f, 0x8b, ..] => {
+            Box::new(Limited { from: flate2::bufread::MultiGzDecoder::new(file), left: max_bytes })
+        }
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => {
+            Box::new(Limited { from: zstd::Decoder::with_buffer(file)?, left: max_bytes })
+        }
         _ => Box::new(file),
     })
+}
+
+/// What may unpack to far more than it is long.
+struct Limited<R> {
+    from: R,
+    left: u64,
+}
+
+impl<R: Read> Read for Limited<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.from.read(buffer)?;
+        self.left = self.left.checked_sub(read as u64).ok_or(io::ErrorKind::FileTooLarge)?;
+        Ok(read)
+    }
 }
 
 impl Source for Tars {
@@ -221,7 +251,11 @@ impl Source for Tars {
 
     fn open(&self, layer: usize) -> io::Result<Box<dyn Read + Send + '_>> {
         let path = self.files.get(layer).ok_or(io::ErrorKind::NotFound)?;
-        Ok(Box::new(Checked { from: plain(path)?, sum: Sha256::new(), wanted: &self.layers[layer] }))
+        Ok(Box::new(Checked {
+            from: plain(path, self.max_bytes)?,
+            sum: Sha256::new(),
+            wanted: &self.layers[layer],
+        }))
     }
 }
 

@@ -87,6 +87,8 @@ pub(super) struct Unpacker {
     boot: Vec<(Boot, Inside)>,
     /// The first file that lost bits.
     stripped: Option<String>,
+    /// A lowest layer removes files of layers that are not below it here, but may be in another image.
+    hides: bool,
     /// Paths of the current layer, when it is merged: its whiteouts do not touch them.
     own: HashSet<PathBuf>,
 }
@@ -94,7 +96,7 @@ pub(super) struct Unpacker {
 impl Unpacker {
     /// Starts with an empty tree.
     pub(super) fn new(tree: Tree, setuid: Setuid) -> Self {
-        Self { tree, setuid, boot: Vec::new(), stripped: None, own: HashSet::new() }
+        Self { tree, setuid, boot: Vec::new(), stripped: None, hides: false, own: HashSet::new() }
     }
 
     /// Unpacks one layer and reads its stream to the end.
@@ -106,6 +108,11 @@ impl Unpacker {
     ) -> Result<(), LayerError> {
         self.own.clear();
         tarball::each(stream, budget, &mut |member, body| self.take(member, body, place))
+    }
+
+    /// Whether the tree is right only for an image without a layer below it.
+    pub(super) const fn hides(&self) -> bool {
+        self.hides
     }
 
     /// The first path that lost its setuid bit or its capabilities.
@@ -205,7 +212,10 @@ impl Unpacker {
             above.child(hidden).map_err(|_| hostile(written, "malformed whiteout"))?
         };
         match place {
-            Place::Alone { lowest: true } => Ok(()),
+            Place::Alone { lowest: true } => {
+                self.hides = true;
+                Ok(())
+            }
             Place::Alone { lowest: false } => Err(LayerError::NeedsLower),
             Place::Merged if opaque => self.hide_below(&target),
             Place::Merged => self.hide(&target),

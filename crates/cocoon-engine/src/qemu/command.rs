@@ -181,20 +181,7 @@ fn place(line: &mut Line, device: &Device, wiring: &Wiring) {
             line.pair("-object", "rng-random,id=random,filename=/dev/urandom");
             line.pair("-device", format!("virtio-rng-pci,rng=random,id={id},{at}"));
         }
-        Kind::Serial => {
-            line.pair("-device", format!("virtio-serial-pci,id={id},max_ports=8,{at}"));
-            for (index, fd) in wiring.ports.iter().enumerate() {
-                line.pair("-chardev", format!("socket,id=agent{index},fd={fd},server=on,wait=off"));
-                line.pair(
-                    "-device",
-                    format!(
-                        "virtserialport,bus={id}.0,nr={},id=port{index},chardev=agent{index},\
-                         name={GUEST_PORT_NAME}{index}",
-                        index + 1
-                    ),
-                );
-            }
-        }
+        Kind::Serial => ports(line, &id, &at, &wiring.ports),
         Kind::Layer { index } => {
             if let Some(disk) = wiring.layers.get(usize::from(index)) {
                 block(line, &id, &format!("cocoon-layer{index}"), &at, disk);
@@ -211,6 +198,21 @@ fn place(line: &mut Line, device: &Device, wiring: &Wiring) {
                 line.pair("-device", format!("virtio-net-pci,{peer}id={id},mac={},romfile=,{at}", nic.mac));
             }
         }
+    }
+}
+
+fn ports(line: &mut Line, bus: &str, at: &str, ports: &[RawFd]) {
+    line.pair("-device", format!("virtio-serial-pci,id={bus},max_ports=8,{at}"));
+    for (index, fd) in ports.iter().enumerate() {
+        line.pair("-chardev", format!("socket,id=agent{index},fd={fd},server=on,wait=off"));
+        line.pair(
+            "-device",
+            format!(
+                "virtserialport,bus={bus}.0,nr={},id=port{index},chardev=agent{index},\
+                 name={GUEST_PORT_NAME}{index}",
+                index + 1
+            ),
+        );
     }
 }
 

@@ -20,8 +20,9 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use super::{
     command::{BootWiring, DiskWiring, GUEST_PORTS, NicWiring, Wiring, arguments},
-    machine::Machine,
+    machine::{Accelerator, Machine},
     memory::FileId,
+    version,
 };
 use crate::{
     cgroup,
@@ -131,13 +132,12 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
             .collect(),
     };
     command.args(arguments(&plan.machine, &wiring));
-    let mut pid_file =
-        OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(run.pid_file())?;
-    pid_file.write_all(pid_file_head()?.as_bytes())?;
+    let group = (plan.machine.accelerator == Accelerator::Kvm).then(version::kvm_group).flatten();
     let confinement = Confinement {
         uid: plan.uid,
+        group,
         keep: kept.0,
-        pid_file: Some(pid_file.into()),
+        pid_file: Some(pid_file(run)?),
         cgroup: cgroup::create(&plan.id),
         oom_score_adj: b"500",
         no_network: false,
@@ -147,6 +147,14 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
     let process = Process::of_pid_file(&run.pid_file())?;
     let process = process.ok_or_else(|| io::Error::other("QEMU's process left no note of itself"))?;
     Ok(Launched { process, ram })
+}
+
+/// The file in which QEMU's process notes itself; this boot is noted already.
+fn pid_file(run: &RunFolder) -> io::Result<OwnedFd> {
+    let mut options = OpenOptions::new();
+    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(run.pid_file())?;
+    file.write_all(pid_file_head()?.as_bytes())?;
+    Ok(file.into())
 }
 
 fn wire_ram(

@@ -156,3 +156,68 @@ fn request(command: &str, arguments: &Value) -> Vec<u8> {
     line.push(b'\n');
     line
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": []}}"#;
+
+    /// A monitor that says `lines`, one after each request but the first, which is the greeting.
+    async fn monitor(lines: Vec<String>) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ctl.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut buffer = [0; 4096];
+            for line in lines {
+                stream.write_all(line.as_bytes()).await.unwrap();
+                stream.write_all(b"\n").await.unwrap();
+                if stream.read(&mut buffer).await.unwrap_or(0) == 0 {
+                    return;
+                }
+            }
+        });
+        (folder, path)
+    }
+
+    async fn answer_to(line: &str) -> Result<Value, QmpError> {
+        let lines = [GREETING, r#"{"return": {}}"#, line].map(str::to_owned).to_vec();
+        let (_folder, path) = monitor(lines).await;
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).await?;
+        qmp.execute("query-status", json!({})).await
+    }
+
+    #[tokio::test]
+    async fn events_are_dropped_and_answers_are_found_behind_them() {
+        let line = "{\"event\": \"STOP\"}\n{\"event\": \"RESUME\"}\n{\"return\": {\"status\": \"running\"}}";
+        assert_eq!(answer_to(line).await.unwrap()["status"], "running");
+    }
+
+    #[tokio::test]
+    async fn a_refusal_has_qemus_words_and_rubbish_is_an_error() {
+        let refused =
+            answer_to(r#"{"error": {"class": "GenericError", "desc": "no such thing"}}"#).await.unwrap_err();
+        assert_eq!(refused.to_string(), "QEMU refused query-status: no such thing");
+        for rubbish in ["nonsense", "{}", "[]", &"x".repeat(MAX_LINE + 2)] {
+            let error = answer_to(rubbish).await.unwrap_err();
+            assert!(matches!(error, QmpError::Protocol(_)), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_monitor_that_says_nothing_or_goes_away_is_an_error() {
+        let limit = Duration::from_millis(100);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ctl.sock");
+        let _silent = UnixListener::bind(&path).unwrap();
+        assert!(matches!(Qmp::connect(&path, limit).await.unwrap_err(), QmpError::Silent(_)));
+        let (_folder, path) = monitor(Vec::new()).await;
+        assert!(matches!(Qmp::connect(&path, Duration::from_secs(5)).await.unwrap_err(), QmpError::Io(_)));
+    }
+}

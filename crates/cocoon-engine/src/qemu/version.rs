@@ -1,8 +1,8 @@
 //! What this host's QEMU is and how it executes guests, found once and remembered.
 //!
 //! Entry point: [`facts`]. `/dev/kvm` may open and still run nothing, so KVM counts only after a boot
-//! sector ran on it within [`PROBE_LIMIT`]. The verdict is kept in the records, per QEMU binary and
-//! kernel.
+//! sector ran on it within [`PROBE_LIMIT`], confined as guests are. The verdict is kept in the records,
+//! per QEMU binary, kernel and rights on the device.
 
 use std::{
     io::Write as _,
@@ -20,9 +20,14 @@ use crate::{
     db::Db,
     error::{BringUpError, Fault},
     process::Process,
+    records::FIRST_UID,
     sys,
 };
 
+/// The device.
+const KVM: &str = "/dev/kvm";
+/// The user that the probe runs as, below those of VMs: as unprivileged as they are.
+const PROBE_UID: u32 = FIRST_UID - 1;
 /// How long a boot sector may take under KVM.
 const PROBE_LIMIT: Duration = Duration::from_secs(2);
 /// QEMU releases with which the private mapping was tested, by `major.minor`.
@@ -109,8 +114,20 @@ fn cache_key(qemu: &Path) -> Result<String, BringUpError> {
         meta.len(),
         meta.mtime(),
         kernel.release().to_string_lossy(),
-        Path::new("/dev/kvm").exists()
+        std::fs::metadata(KVM)
+            .map_or_else(|_| "none".to_owned(), |kvm| format!("{}:{:o}", kvm.gid(), kvm.mode()))
     ))
+}
+
+/// The group that lets QEMU open `/dev/kvm`, which distributions give to `root:kvm` with mode 0660.
+pub(crate) fn kvm_group() -> Option<u32> {
+    let meta = std::fs::metadata(KVM).ok()?;
+    group_of(meta.mode(), meta.gid())
+}
+
+/// Never root's group: that would open much more than one device.
+fn group_of(mode: u32, gid: u32) -> Option<u32> {
+    (gid != 0 && mode & 0o060 == 0o060 && mode & 0o006 != 0o006).then_some(gid)
 }
 
 fn missing(qemu: &Path) -> BringUpError {
@@ -126,7 +143,7 @@ fn find(qemu: &Path) -> Result<Facts, BringUpError> {
     let version = parse_version(&text)
         .ok_or_else(|| Fault::new(format!("{} --version", qemu.display()), "no version in its answer"))?;
     let machine = format!("pc-q35-{}", release(&version));
-    let kvm = Path::new("/dev/kvm").exists() && kvm_boots(qemu, &machine);
+    let kvm = Path::new(KVM).exists() && kvm_boots(qemu, &machine);
     let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
     tracing::info!(qemu = %version, accelerator = accelerator.name(), "looked at this host's QEMU");
     Ok(Facts { version, accelerator })
@@ -169,7 +186,8 @@ fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
     command.arg(format!("if=ide,format=raw,read-only=on,file=/proc/self/fd/{}", disk.as_raw_fd()));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let confinement = sys::Confinement {
-        uid: 0,
+        uid: PROBE_UID,
+        group: kvm_group(),
         keep: vec![disk.into()],
         pid_file: None,
         cgroup: None,
@@ -209,6 +227,19 @@ mod tests {
         }
         assert_eq!(release("10.0.2"), "10.0");
         assert_eq!(release("9.1"), "9.1");
+    }
+
+    #[test]
+    fn a_guest_keeps_the_group_of_the_device_only_where_that_opens_it() {
+        for (mode, gid, kept) in [
+            (0o020_660, 104, Some(104)),
+            (0o020_666, 104, None),
+            (0o020_600, 104, None),
+            (0o020_640, 104, None),
+            (0o020_660, 0, None),
+        ] {
+            assert_eq!(group_of(mode, gid), kept, "{mode:o} {gid}");
+        }
     }
 
     #[test]

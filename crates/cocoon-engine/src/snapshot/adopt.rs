@@ -3,7 +3,7 @@
 //! Entry points: [`adopt`], [`files`]. Paths in the sidecar are never followed; what a VM is built from
 //! stands in `qemu.json` and is checked there.
 
-use std::{fs, io, path::Path};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use cocoon_oci::snapshot::{Empty, Envelope, SourceFile};
 
@@ -70,7 +70,7 @@ async fn id(shared: &Shared, wanted: &str) -> Result<String, Fault> {
 
 /// Checks kinds, names, sizes and headers. The inner error is the snapshot's fault, the outer is ours.
 fn check(folder: &Path) -> io::Result<Result<Description, String>> {
-    let mut found = Vec::new();
+    let mut sizes = BTreeMap::new();
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -78,42 +78,46 @@ fn check(folder: &Path) -> io::Result<Result<Description, String>> {
         if !meta.is_file() {
             return Ok(Err(format!("{name:?} is not a regular file")));
         }
-        found.push((name, meta.len()));
+        sizes.insert(name, meta.len());
     }
-    let size = |name: &str| found.iter().find(|(other, _)| other == name).map(|(_, length)| *length);
-    if size(QEMU_JSON).is_none() {
+    if !sizes.contains_key(QEMU_JSON) {
         return Ok(Err(format!("{QEMU_JSON} is missing; it was not made by this engine")));
     }
     let description = match Description::parse(&read_bounded(&folder.join(QEMU_JSON))?) {
         Ok(description) => description,
         Err(error) => return Ok(Err(with_cause(&error))),
     };
-    let ranges = description.memory_mode == MemoryMode::Ranges;
-    let memory = description.machine.memory;
-    for (name, _) in &found {
-        let known = [QEMU_JSON, QEMU_STATE, COW, COCOON_JSON].contains(&name.as_str());
-        if !(known || ranges && name == MEMORY_RANGES) {
-            return Ok(Err(format!("{name:?} is no file of such a snapshot")));
-        }
-    }
-    if ranges && size(MEMORY_RANGES) != Some(memory) {
-        return Ok(Err(format!("{MEMORY_RANGES} is not {memory} bytes long")));
-    }
-    let most = if ranges { MAX_STATE } else { MAX_STATE + memory + memory / 8 };
-    if !size(QEMU_STATE).is_some_and(|length| (1..=most).contains(&length)) {
-        return Ok(Err(format!("{QEMU_STATE} is missing, empty or longer than {most} bytes")));
-    }
-    if size(COCOON_JSON).is_some_and(|length| length > MAX_SIDECAR) {
-        return Ok(Err(format!("{COCOON_JSON} is longer than {MAX_SIDECAR} bytes")));
-    }
-    if size(COW).is_none() {
-        return Ok(Err(format!("{COW} is missing")));
+    if let Err(why) = check_sizes(&sizes, &description) {
+        return Ok(Err(why));
     }
     match disk_header(&folder.join(COW)) {
         Ok(header) if header.size == description.storage => Ok(Ok(description)),
         Ok(_) => Ok(Err(format!("{COW} is not a disk of {} bytes", description.storage))),
         Err(error) => Ok(Err(error.to_string())),
     }
+}
+
+/// The right files, each of a length that it can have.
+fn check_sizes(sizes: &BTreeMap<String, u64>, description: &Description) -> Result<(), String> {
+    let ranges = description.memory_mode == MemoryMode::Ranges;
+    let memory = description.machine.memory;
+    for name in sizes.keys() {
+        let known = [QEMU_JSON, QEMU_STATE, COW, COCOON_JSON].contains(&name.as_str());
+        if !(known || ranges && name == MEMORY_RANGES) {
+            return Err(format!("{name:?} is no file of such a snapshot"));
+        }
+    }
+    if ranges && sizes.get(MEMORY_RANGES) != Some(&memory) {
+        return Err(format!("{MEMORY_RANGES} is not {memory} bytes long"));
+    }
+    let most = if ranges { MAX_STATE } else { MAX_STATE + memory + memory / 8 };
+    if !sizes.get(QEMU_STATE).is_some_and(|length| (1..=most).contains(length)) {
+        return Err(format!("{QEMU_STATE} is missing, empty or longer than {most} bytes"));
+    }
+    if sizes.get(COCOON_JSON).is_some_and(|length| *length > MAX_SIDECAR) {
+        return Err(format!("{COCOON_JSON} is longer than {MAX_SIDECAR} bytes"));
+    }
+    if sizes.contains_key(COW) { Ok(()) } else { Err(format!("{COW} is missing")) }
 }
 
 fn with_cause(error: &dyn std::error::Error) -> String {

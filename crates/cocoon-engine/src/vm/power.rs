@@ -14,6 +14,7 @@ use super::{
 use crate::{
     error::{BringUpError, ChangeError, Fault},
     model::{Vm, VmState},
+    paths::RunFolder,
     process::Process,
     records::Record,
 };
@@ -121,15 +122,27 @@ async fn power_down(
     // An agent that is the guest's first process ends the guest in order; it knows no power button.
     let open = guest::open(&run, false, limit.min(AGENT_LIMIT)).await;
     // Kept until the end: a session that is dropped ends its command.
-    let _session = match &open {
+    let session = match &open {
         Ok(open) => {
             let argv = AGENT_POWER_OFF.map(str::to_owned).to_vec();
             open.channel.exec(Exec { argv, ..Exec::default() }).await.ok()
         }
         Err(_) => None,
     };
-    let mut qmp = super::connect(&run, name).await?;
-    let pressed = qmp.execute("system_powerdown", serde_json::json!({})).await;
-    pressed.map_err(|error| monitor(name, "power button", error))?;
+    let pressed = press(&run, name).await;
+    // A guest that its agent ends may be gone before its button is pressed.
+    if let Err(error) = pressed
+        && session.is_none()
+        && process.alive()
+    {
+        return Err(error);
+    }
     blocking(&format!("the end of VM {name}"), move || process.wait(limit)).await
+}
+
+/// Presses the guest's power button.
+async fn press(run: &RunFolder, name: &str) -> Result<(), Fault> {
+    let mut qmp = super::connect(run, name).await?;
+    let pressed = qmp.execute("system_powerdown", serde_json::json!({})).await;
+    pressed.map(drop).map_err(|error| monitor(name, "power button", error))
 }

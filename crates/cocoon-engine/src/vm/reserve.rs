@@ -4,6 +4,7 @@
 //! down, whatever happens to whoever waits for it.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -73,29 +74,9 @@ pub(crate) async fn reserve(
     config: VmConfig,
     fill: impl FnOnce(&mut Record),
 ) -> Result<Half, BringUpError> {
-    let (id, now) = (shared.world.engine_id(), shared.world.now());
+    let id = shared.world.engine_id();
     let lock = shared.lock(&id, "a VM in the making").await?;
-    let mut record = Record::new(Vm {
-        id,
-        hypervisor: Hypervisor::Qemu,
-        state: VmState::Creating,
-        config,
-        pid: 0,
-        socket_path: String::new(),
-        network_configs: Vec::new(),
-        storage_configs: Vec::new(),
-        first_booted: false,
-        snapshot_ids: Default::default(),
-        paused: false,
-        cloned_from: String::new(),
-        warnings: Vec::new(),
-        links_down: false,
-        transition_generation: 0,
-        created_at: now,
-        updated_at: now,
-        started_at: None,
-        stopped_at: None,
-    });
+    let mut record = Record::new(blank(id, config, shared.world.now()));
     fill(&mut record);
     match shared.records.reserve(record).await {
         Ok(record) => {
@@ -105,6 +86,30 @@ pub(crate) async fn reserve(
             let _ = std::fs::remove_file(lock.path());
             Err(error)
         }
+    }
+}
+
+fn blank(id: String, config: VmConfig, now: jiff::Timestamp) -> Vm {
+    Vm {
+        id,
+        hypervisor: Hypervisor::Qemu,
+        state: VmState::Creating,
+        config,
+        pid: 0,
+        socket_path: String::new(),
+        network_configs: Vec::new(),
+        storage_configs: Vec::new(),
+        first_booted: false,
+        snapshot_ids: BTreeMap::new(),
+        paused: false,
+        cloned_from: String::new(),
+        warnings: Vec::new(),
+        links_down: false,
+        transition_generation: 0,
+        created_at: now,
+        updated_at: now,
+        started_at: None,
+        stopped_at: None,
     }
 }
 
