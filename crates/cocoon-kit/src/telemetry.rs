@@ -8,5 +8,6 @@ pub fn init(level: &str) {
     let filter = EnvFilter::try_from_env("COCOON_LOG").unwrap_or_else(|_| EnvFilter::new(level));
     let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
     let format = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let _ = format.with_ansi(colours).try_init();
+    // A log that cannot be written (a full disk) must not end the program that writes it.
+    let _ = format.with_ansi(colours).log_internal_errors(false).try_init();
 }

@@ -10,6 +10,7 @@ mod host;
 mod network;
 
 use std::{
+    io::Write as _,
     net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
@@ -137,8 +138,8 @@ async fn serve(
     begun: Instant,
 ) -> anyhow::Result<()> {
     wait_for_node(client, node, tasks).await?;
-    println!("export KUBECONFIG={}", kubeconfig.display());
-    println!("ready in {:.2} s", begun.elapsed().as_secs_f64());
+    say(&format!("export KUBECONFIG={}", kubeconfig.display()));
+    say(&format!("ready in {:.2} s", begun.elapsed().as_secs_f64()));
     until_the_end(tasks).await?.map_or(Ok(()), |failure| bail!(failure))
 }
 
@@ -297,12 +298,20 @@ async fn until_the_end(tasks: &Tasks) -> anyhow::Result<Option<String>> {
     }
 }
 
+/// A line on stdout. Nobody reading it, or a full disk behind it, is no reason to end.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
 /// VMs go on without us; without VMs the network is taken down.
 async fn leave(engine: &Engine, network: &NetworkConfig) -> anyhow::Result<()> {
     let vms = engine.list().await.context("listing VMs at the end")?;
     if vms.is_empty() {
         return network::release(network).await;
     }
-    println!("{} VM(s) and the network go on; `cocoon up` with the same --data-dir finds them again", vms.len());
+    say(&format!(
+        "{} VM(s) and the network go on; `cocoon up` with the same --data-dir finds them again",
+        vms.len()
+    ));
     Ok(())
 }
