@@ -295,7 +295,7 @@ async fn an_archive_that_unpacks_to_too_much_is_refused_before_it_is_read_to_its
     run("gzip", &["-k", layer.to_str().unwrap()]);
     let bomb = host.path("zeros.tar.gz");
     let how = ImportOptions { max_bytes: 1 << 20, ..ImportOptions::default() };
-    let error = host.store.import_with("bomb", &[bomb.clone()], how).await.unwrap_err();
+    let error = host.store.import_with("bomb", std::slice::from_ref(&bomb), how).await.unwrap_err();
     assert!(matches!(&error, ImportError::Hostile { .. }), "{error}");
     assert!(error.to_string().contains("more unpacked bytes"), "{error}");
     host.store.import("enough", &[bomb]).await.unwrap();
