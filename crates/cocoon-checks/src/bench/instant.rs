@@ -66,6 +66,7 @@ impl Instant {
             macs: vec![format!("02:00:00:00:{high:02x}:{low:02x}")],
             hypervisor: "qemu".into(),
             came_up: true,
+            links_down: false,
         };
         things.vms.insert(name.to_owned(), vm.clone());
         vm

@@ -75,7 +75,11 @@ pub(super) fn median(values: &[f64]) -> f64 {
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.len() / 2;
     let at = |index: usize| sorted.get(index).copied().unwrap_or(0.0);
-    if sorted.len() % 2 == 0 { f64::midpoint(at(middle.wrapping_sub(1)), at(middle)) } else { at(middle) }
+    if sorted.len().is_multiple_of(2) {
+        f64::midpoint(at(middle.wrapping_sub(1)), at(middle))
+    } else {
+        at(middle)
+    }
 }
 
 #[cfg(test)]

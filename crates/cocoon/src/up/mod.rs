@@ -82,6 +82,9 @@ pub struct UpArgs {
     /// How clones get their memory: `auto` maps it privately, `full-stream` loads all of it.
     #[arg(long, value_enum, default_value_t = Recipe::Auto)]
     memory: Recipe,
+    /// Seconds that a hibernation may keep a guest paused; past it the guest goes on and it is tried again.
+    #[arg(long, env = "VK_HIBERNATE_PAUSE_LIMIT", default_value_t = 120)]
+    pause_limit: u64,
     /// Log filter, for example `info` or `cocoon_node=debug`.
     #[arg(long, env = "VK_LOG_LEVEL", default_value = "info")]
     pub log_level: String,
@@ -262,6 +265,7 @@ fn node_config(
         address: Some(address.ip()),
         kubelet_port: address.port(),
         kubelet_users: vec![KUBELET_CLIENT.to_owned()],
+        pause_limit: Duration::from_secs(args.pause_limit),
         kubelet_tls: Some(Arc::clone(&credentials.kubelet)),
         ..NodeConfig::new(name)
     })
