@@ -44,7 +44,7 @@ fn a_guest_is_captured_and_its_clone_goes_on_where_it_was() {
             println!("FIGURE capture {round} {:?}", begun.elapsed());
             assert!(host.engine.inspect("vm-a").await.unwrap().paused);
             host.engine.remove("vm-a", true).await.unwrap();
-            assert_eq!(host.remains(), Vec::<String>::new());
+            host.leaves_nothing().await;
             let begun = Instant::now();
             let vm = host.clone_of("vm-a", "vm-a", CloneIdentity::Same).await;
             println!("FIGURE clone {round} {:?}", begun.elapsed());
@@ -57,7 +57,7 @@ fn a_guest_is_captured_and_its_clone_goes_on_where_it_was() {
         }
         host.engine.remove("vm-a", true).await.unwrap();
         assert_eq!(host.engine.snapshots().await.unwrap().len(), 1, "each capture replaced the one before");
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -125,7 +125,7 @@ fn saving_pauses_for_the_capture_only_and_loses_nothing() {
             let again = host.engine.remove(vm, true).await.unwrap_err();
             assert_eq!(again.to_string(), format!("VM not found: {vm}"));
         }
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -192,7 +192,7 @@ fn clones_have_an_address_each_and_no_frame_of_their_source() {
         }
         let links = std::process::Command::new("ip").args(["-o", "link"]).output().unwrap();
         assert!(!String::from_utf8_lossy(&links.stdout).contains("bt"), "a tap is left");
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -271,7 +271,7 @@ fn sixteen_clones_at_once_all_answer() {
             host.engine.remove(&vm.id, true).await.unwrap();
         }
         host.engine.remove("source", true).await.unwrap();
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -352,7 +352,7 @@ fn a_vm_stops_starts_and_is_seen_when_it_dies() {
         host.engine.start("vm-b").await.unwrap();
         assert_eq!(host.sh("vm-b", "cat /root/mark").await, "kept\nmore");
         host.engine.remove("vm-b", true).await.unwrap();
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -400,7 +400,7 @@ fn a_frozen_guest_is_resumed_and_a_failed_capture_resumes_it() {
         host.engine.remove_captured("vm-a", &captured).await.unwrap();
         host.clone_of("s", "vm-b", CloneIdentity::Same).await;
         host.engine.remove("vm-b", true).await.unwrap();
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -443,7 +443,7 @@ fn what_a_kill_leaves_is_taken_down_by_the_next_engine() {
             support::killed_while_running(&host, Duration::from_millis(delay)).await;
             let next = host.again(MemoryRecipe::Auto).await;
             assert!(next.list().await.unwrap().is_empty());
-            assert_eq!(host.remains(), Vec::<String>::new());
+            host.leaves_nothing().await;
         }
         assert!(host.engine.gc().await.unwrap().iter().all(|line| line.contains("blob")));
     });
@@ -482,7 +482,7 @@ fn bad_requests_get_one_clear_error_and_leave_nothing() {
         let taken = host.engine.run(spec("vm-a", "tiny", 256 * MIB)).await.unwrap_err();
         assert!(taken.to_string().starts_with("vm name \"vm-a\" already exists (id: "), "{taken}");
         host.engine.remove("vm-a", true).await.unwrap();
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
         assert_eq!(host.engine.inspect("vm-a").await.unwrap_err().to_string(), "VM not found: vm-a");
     });
 }
@@ -504,7 +504,7 @@ fn a_clone_of_a_silent_guest_comes_up_with_its_links_down() {
         assert!(matches!(again, BringUpError::GuestSilent { .. }), "{again}");
         host.engine.remove("vm-b", true).await.unwrap();
         host.engine.remove("vm-a", true).await.unwrap();
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 
@@ -541,7 +541,7 @@ fn an_adopted_snapshot_is_checked_file_by_file() {
                 "{expected}: {error}"
             );
         }
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
         // Of another machine: refused when it is to be cloned, naming both sides, before anything starts.
         let staging = host.engine.snapshot_staging().await.unwrap();
         copy_files(&saved.folder, staging.folder());
@@ -576,7 +576,7 @@ fn an_adopted_snapshot_is_checked_file_by_file() {
         host.engine.remove("vm-b", true).await.unwrap();
         host.engine.snapshot_remove("pulled").await.unwrap();
         assert!(!host.engine.gc().await.unwrap().is_empty());
-        assert_eq!(host.remains(), Vec::<String>::new());
+        host.leaves_nothing().await;
     });
 }
 

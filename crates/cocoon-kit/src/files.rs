@@ -47,8 +47,9 @@ pub fn private_folder(path: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// An exclusive lock on a file, held until dropped or until the process dies. Lock files are never
-/// unlinked: a lock on an unlinked file guards nothing.
+/// An exclusive lock on a file, held until dropped or until the process dies. A holder that
+/// unlinks its file must be the last one to want it, and whoever waited must look again: a lock on an
+/// unlinked file guards nothing.
 #[derive(Debug)]
 pub struct Lock {
     file: File,

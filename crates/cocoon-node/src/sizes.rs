@@ -39,12 +39,16 @@ fn resource(map: Option<&BTreeMap<String, Quantity>>, name: &str) -> Result<Opti
 
 /// A quantity in whole units, rounded up. Negative ones are refused: nothing here can be less than 0.
 fn whole(what: &str, text: &str) -> Result<u64, Trouble> {
-    let quantity = text.parse::<cocoon_api::Quantity>().ok().and_then(|quantity| quantity.value());
-    quantity.and_then(|value| u64::try_from(value).ok()).ok_or_else(|| {
-        let message =
-            format!("{what}: {text:?} is not a resource quantity; write for example 500m, 2, 1Gi or 10G");
-        Trouble::new(Reason::InvalidResources, message)
-    })
+    // A text without a digit is 0 for Kubernetes' reader; nobody means that here.
+    let quantity =
+        text.parse::<cocoon_api::Quantity>().ok().filter(|_| text.contains(|c: char| c.is_ascii_digit()));
+    quantity.and_then(|quantity| quantity.value()).and_then(|value| u64::try_from(value).ok()).ok_or_else(
+        || {
+            let message =
+                format!("{what}: {text:?} is not a resource quantity; write for example 500m, 2, 1Gi or 10G");
+            Trouble::new(Reason::InvalidResources, message)
+        },
+    )
 }
 
 #[cfg(test)]

@@ -135,6 +135,15 @@ impl Host {
         tokio::time::sleep(Duration::from_secs(2)).await;
     }
 
+    /// Checks that nothing of any VM is left; removals of staged files may take a moment.
+    pub(crate) async fn leaves_nothing(&self) {
+        let begun = Instant::now();
+        while !self.remains().is_empty() {
+            assert!(begun.elapsed() < Duration::from_secs(10), "left behind: {:?}", self.remains());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Everything that an engine may leave behind, as lines.
     pub(crate) fn remains(&self) -> Vec<String> {
         let config = self.engine.config();

@@ -15,6 +15,7 @@ use crate::{
     },
     ports::{PortResult, PushRequest, Registry},
     reason::{Reason, Trouble},
+    record::Phase,
 };
 
 /// How long a short question to the registry may take, at least and at most.
@@ -27,6 +28,8 @@ pub(super) struct Scene {
     pub(super) vm_name: String,
     pub(super) wish: Option<Wish>,
     pub(super) macs: Vec<String>,
+    /// The capture of a hibernation under way: the VM goes only if its guest has not run since.
+    pub(super) hibernates: Option<String>,
     /// What is left of the guest's pause.
     pub(super) pause_left: Duration,
 }
@@ -34,7 +37,11 @@ pub(super) struct Scene {
 impl Scene {
     pub(super) fn of(vm_name: &str, o: &Observation, pause_left: Duration) -> Self {
         let macs = o.record.as_ref().map(|record| record.macs.clone()).unwrap_or_default();
-        Self { vm_name: vm_name.to_owned(), wish: o.wish.clone(), macs, pause_left }
+        let hibernates = o.record.as_ref().and_then(|record| match &record.phase {
+            Phase::Hibernating { captured, .. } => captured.clone(),
+            _ => None,
+        });
+        Self { vm_name: vm_name.to_owned(), wish: o.wish.clone(), macs, hibernates, pause_left }
     }
 }
 
@@ -61,7 +68,13 @@ pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) 
         }
         Step::Start => named(ports.vms.start(vm).await.map(|vm| Found::Vm(Some(vm))), Reason::RestartFailed),
         Step::Resume => named(ports.vms.resume(vm).await.map(|()| Found::Done), Reason::ResumeFailed),
-        Step::RemoveVm { blame } => named(ports.vms.remove(vm).await.map(|()| Found::Done), *blame),
+        Step::RemoveVm { blame } => {
+            let removed = match &scene.hibernates {
+                Some(snapshot) => ports.vms.remove_captured(vm, snapshot).await,
+                None => ports.vms.remove(vm).await,
+            };
+            named(removed.map(|()| Found::Done), *blame)
+        }
         Step::Capture { blame } => {
             named(ports.vms.capture(vm, vm).await.map(|s| Found::Snapshot(Some(s))), *blame)
         }

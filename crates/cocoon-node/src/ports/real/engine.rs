@@ -68,6 +68,13 @@ impl Vms for EnginePort {
         }
     }
 
+    async fn remove_captured(&self, vm: &str, snapshot: &str) -> PortResult<()> {
+        match self.engine.remove_captured(vm, snapshot).await {
+            Ok(()) | Err(ChangeError::Lookup(LookupError::VmNotFound(_))) => Ok(()),
+            Err(error) => Err(change(format!("removing VM {vm}"), error)),
+        }
+    }
+
     async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
         let taken = self.engine.capture(vm, name).await;
         taken.map(snapshot_view).map_err(|error| change(format!("capturing VM {vm}"), error))
