@@ -200,9 +200,27 @@ impl Store {
         let found = self.db.call(STEP, move |connection| find(connection, "snapshots", &wanted)).await?;
         match found.as_slice() {
             [] => Err(LookupError::SnapshotNotFound(reference.to_owned())),
-            [body] => Ok(self.parse(body)?),
+            [body] => self.present(self.parse(body)?, reference).await,
             _ => Err(LookupError::Ambiguous(reference.to_owned())),
         }
+    }
+
+    /// A row is made after its folder and goes before it, so one without a folder tells that somebody
+    /// removed the files by hand: the snapshot is gone, and a wake must look elsewhere. Only a clear
+    /// "not there" counts.
+    async fn present(&self, snapshot: Snapshot, reference: &str) -> Result<Snapshot, LookupError> {
+        let gone = matches!(snapshot.folder.try_exists(), Ok(false)) && self.complete.is_dir();
+        if !gone {
+            return Ok(snapshot);
+        }
+        let (id, folder) = (snapshot.envelope.id, snapshot.folder);
+        tracing::warn!(snapshot = id, folder = %folder.display(), "the files of a snapshot were removed; it is forgotten");
+        self.db
+            .call(STEP, move |connection| {
+                connection.execute("DELETE FROM snapshots WHERE id = ?1", params![id])
+            })
+            .await?;
+        Err(LookupError::SnapshotNotFound(reference.to_owned()))
     }
 
     /// Removes a snapshot: the row first, so that nobody finds half of it.
@@ -341,6 +359,15 @@ mod tests {
         let stage = store.stage(id).unwrap();
         fs::write(stage.folder().join("a"), id).unwrap();
         store.publish(stage, snapshot(id, name), replace).await
+    }
+
+    #[tokio::test]
+    async fn a_snapshot_whose_files_were_removed_by_hand_is_not_there_any_more() {
+        let (_root, store) = store().await;
+        let kept = publish(&store, "AAA1", "vm", false).await.unwrap();
+        fs::remove_dir_all(&kept.folder).unwrap();
+        assert!(matches!(store.find("vm").await, Err(LookupError::SnapshotNotFound(_))));
+        publish(&store, "BBB1", "vm", false).await.unwrap();
     }
 
     #[tokio::test]
