@@ -5,13 +5,18 @@
 
 use std::{
     fs::{self, File},
+    io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// Where version 2 of the hierarchy is mounted: alone, or beside version 1.
 const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const GROUP: &str = "cocoon";
+/// How often, and how long apart, a group that is still busy is tried.
+const REMOVE_TRIES: u32 = 100;
+const REMOVE_PAUSE: Duration = Duration::from_millis(5);
 
 fn folder(id: &str) -> Option<PathBuf> {
     let mount = MOUNTS.iter().find(|mount| Path::new(mount).join("cgroup.procs").exists())?;
@@ -32,10 +37,15 @@ pub(crate) fn create(id: &str) -> Option<OwnedFd> {
     }
 }
 
-/// Removes the group of VM `id`, and the one above it once it is empty.
+/// Removes the group of VM `id`, and the one above it once it is empty. Blocks: a group stays busy for a
+/// moment after its last process has ended.
 pub(crate) fn remove(id: &str) {
-    if let Some(folder) = folder(id) {
-        let _ = fs::remove_dir(&folder);
-        let _ = folder.parent().map(fs::remove_dir);
+    let Some(folder) = folder(id) else { return };
+    for _ in 0..REMOVE_TRIES {
+        match fs::remove_dir(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => std::thread::sleep(REMOVE_PAUSE),
+            _ => break,
+        }
     }
+    let _ = folder.parent().map(fs::remove_dir);
 }

@@ -9,7 +9,7 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -90,7 +90,9 @@ impl Host {
         let nics = usize::from(self.network.is_some());
         let spec =
             RunSpec { name: name.into(), image: "tiny".into(), cpu: 1, memory, storage: 256 * MIB, nics };
-        self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)))
+        let vm = self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)));
+        SEEN.lock().unwrap().push(vm.id.clone());
+        vm
     }
 
     pub(crate) async fn clone_of(&self, snapshot: &str, name: &str, identity: CloneIdentity) -> Vm {
@@ -154,6 +156,10 @@ impl Host {
                 lines.push(entry.unwrap().path().display().to_string());
             }
         }
+        // Groups are the host's, so only those of this engine's VMs count.
+        let seen = SEEN.lock().unwrap();
+        lines.extend(seen.iter().filter(|id| group(id).exists()).map(|id| format!("control group {id}")));
+        drop(seen);
         lines.extend(processes_in(self.folder.path()).into_iter().map(|pid| format!("process {pid}")));
         lines
     }
@@ -171,6 +177,14 @@ impl Drop for Host {
     }
 }
 
+/// Ids of VMs that tests of this process made.
+static SEEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+fn group(id: &str) -> PathBuf {
+    let alone = Path::new("/sys/fs/cgroup/cgroup.procs").exists();
+    Path::new(if alone { "/sys/fs/cgroup/cocoon" } else { "/sys/fs/cgroup/unified/cocoon" }).join(id)
+}
+
 /// Processes with an open file or socket log below `folder` (QEMU's standard output is its log there).
 fn processes_in(folder: &Path) -> Vec<u32> {
     let mut found = Vec::new();
@@ -186,7 +200,9 @@ fn processes_in(folder: &Path) -> Vec<u32> {
 
 pub(crate) async fn clone_on(engine: &Engine, snapshot: &str, name: &str, identity: CloneIdentity) -> Vm {
     let spec = CloneSpec { name: name.into(), snapshot: snapshot.into(), identity };
-    engine.clone_vm(spec).await.unwrap_or_else(|error| panic!("clone {name}: {}", chain(&error)))
+    let vm = engine.clone_vm(spec).await.unwrap_or_else(|error| panic!("clone {name}: {}", chain(&error)));
+    SEEN.lock().unwrap().push(vm.id.clone());
+    vm
 }
 
 /// Waits up to ten seconds.
