@@ -111,7 +111,16 @@ pub fn audit() -> anyhow::Result<()> {
 }
 
 fn unit() -> anyhow::Result<()> {
-    let all = ["test", "--quiet", "--workspace", "--exclude", "cocoon", "--exclude", "cocoon-engine"];
+    let all = [
+        "test",
+        "--quiet",
+        "--no-fail-fast",
+        "--workspace",
+        "--exclude",
+        "cocoon",
+        "--exclude",
+        "cocoon-engine",
+    ];
     host::shown(&mut cargo(&all))?;
     host::shown(&mut cargo(&["test", "--quiet", "-p", "cocoon-engine", "--lib", "--test", "images"]))?;
     host::shown(&mut cargo(&["test", "--quiet", "-p", "cocoon", "--lib", "--bins", "--test", "cli"]))
