@@ -29,7 +29,10 @@ use crate::{
 
 const STEP: &str = "engine records: snapshots";
 /// How often a staging folder is made anew when gc took it before it could be locked.
-const STAGE_TRIES: usize = 5;
+const STAGE_TRIES: usize = 20;
+/// How often a held lock is tried again, and the pause before each.
+const LOCK_TRIES: usize = 10;
+const LOCK_PAUSE: std::time::Duration = std::time::Duration::from_millis(2);
 
 /// The store of one root folder.
 #[derive(Debug, Clone)]
@@ -113,7 +116,7 @@ impl Store {
             match lock(&folder) {
                 Ok(Some(lock)) => return Ok(Stage { folder, lock: Some(lock) }),
                 // gc was quicker than our lock.
-                Ok(None) => std::thread::yield_now(),
+                Ok(None) => std::thread::sleep(LOCK_PAUSE),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(fault(error)),
             }
@@ -307,10 +310,17 @@ fn record(
 /// Locks a folder by its descriptor. `None`: somebody else has it, or had it and took it away.
 fn lock(folder: &Path) -> io::Result<Option<File>> {
     let file = File::open(folder)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-        Err(error) => return Err(error.into()),
+    let mut tries = 0;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => break,
+            // A process that is being started shares every descriptor between fork and exec, so a lock that
+            // was let go may look held for a moment.
+            Err(rustix::io::Errno::WOULDBLOCK) if tries < LOCK_TRIES => tries += 1,
+            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        }
+        std::thread::sleep(LOCK_PAUSE);
     }
     // A lock on a folder that is not at its path any more guards nothing.
     let (held, named) = (file.metadata()?, fs::metadata(folder)?);
