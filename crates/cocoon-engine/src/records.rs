@@ -245,34 +245,12 @@ fn parse(body: &str) -> Result<Record, Fault> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
-    use crate::model::{Hypervisor, VmConfig, VmState};
+    use crate::{model::VmConfig, vm::reserve::blank};
 
     fn record(id: &str, name: &str) -> Record {
-        let now = jiff::Timestamp::UNIX_EPOCH;
-        Record::new(Vm {
-            id: id.into(),
-            hypervisor: Hypervisor::Qemu,
-            state: VmState::Creating,
-            config: VmConfig { name: name.into(), ..VmConfig::default() },
-            pid: 0,
-            socket_path: String::new(),
-            network_configs: Vec::new(),
-            storage_configs: Vec::new(),
-            first_booted: false,
-            snapshot_ids: BTreeMap::new(),
-            paused: false,
-            cloned_from: String::new(),
-            warnings: Vec::new(),
-            links_down: false,
-            transition_generation: 0,
-            created_at: now,
-            updated_at: now,
-            started_at: None,
-            stopped_at: None,
-        })
+        let config = VmConfig { name: name.into(), ..VmConfig::default() };
+        Record::new(blank(id.into(), config, jiff::Timestamp::UNIX_EPOCH))
     }
 
     async fn records() -> (tempfile::TempDir, Records) {

@@ -89,7 +89,8 @@ pub(crate) async fn reserve(
     }
 }
 
-fn blank(id: String, config: VmConfig, now: jiff::Timestamp) -> Vm {
+/// A VM whose name and id are taken, and nothing else yet.
+pub(crate) fn blank(id: String, config: VmConfig, now: jiff::Timestamp) -> Vm {
     Vm {
         id,
         hypervisor: Hypervisor::Qemu,
