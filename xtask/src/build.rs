@@ -1,6 +1,6 @@
 //! What is built once and then reused: the release binary, the boot bundle, the images.
 //!
-//! Entry points: [`binary`] and [`everything`]. Each step is skipped when its inputs did not change.
+//! Entry points: [`everything`] and [`images`]. Each step is skipped when its inputs did not change.
 
 use std::{
     path::{Path, PathBuf},
@@ -22,28 +22,12 @@ pub struct Built {
     pub plain_image: PathBuf,
 }
 
-/// The release binary with guest agent and shim inside. `$COCOON_BIN` names another one to try instead.
-pub fn binary() -> anyhow::Result<PathBuf> {
-    if let Some(named) = std::env::var_os("COCOON_BIN") {
-        return Ok(named.into());
-    }
-    embed::run()?;
-    host::shown(Command::new(cargo()).current_dir(root()).args([
-        "build",
-        "--release",
-        "--quiet",
-        "-p",
-        "cocoon",
-    ]))?;
-    Ok(root().join("target/release/cocoon"))
-}
-
-/// The demo's images; the boot bundle comes before them.
+/// Boot bundle, the parts that the binary embeds, and the demo's images.
 pub fn images() -> anyhow::Result<(PathBuf, PathBuf, PathBuf)> {
     host::packages(host::BUNDLE)?;
-    let bundle = bundle::run()?;
-    embed::run()?;
-    Ok((bundle, demo_image::run()?, demo_image::plain_image()?))
+    let (bundle, parts) = (bundle::run()?, embed::run()?);
+    let demo_image = demo_image::run(&bundle, &parts)?;
+    Ok((bundle, demo_image, demo_image::plain_image()?))
 }
 
 /// Everything that the demo and the tests with guests need.
@@ -52,6 +36,16 @@ pub fn everything() -> anyhow::Result<Built> {
     host::packages(host::RUNTIME)?;
     let (bundle, demo_image, plain_image) = images()?;
     Ok(Built { cocoon: binary()?, bundle, demo_image, plain_image })
+}
+
+/// The release binary; [`images`] made what it embeds. `$COCOON_BIN` names another one to use instead.
+fn binary() -> anyhow::Result<PathBuf> {
+    if let Some(named) = std::env::var_os("COCOON_BIN") {
+        return Ok(named.into());
+    }
+    let build = ["build", "--release", "--quiet", "-p", "cocoon"];
+    host::shown(Command::new(cargo()).current_dir(root()).args(build))?;
+    Ok(root().join("target/release/cocoon"))
 }
 
 /// The cargo that runs us, else the one on PATH.

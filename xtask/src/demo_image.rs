@@ -17,10 +17,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use serde_json::{Value, json};
 
-use crate::{
-    bundle::{self, Cpio, bytes, checked, output, remove_dir, sha256},
-    embed,
-};
+use crate::bundle::{Cpio, bytes, checked, output, remove_dir, sha256};
 
 /// To be raised when this file makes something else from the same inputs.
 const RECIPE: u32 = 1;
@@ -40,9 +37,8 @@ const ETC: [(&str, &str); 6] = [
     ("hosts", "127.0.0.1\tlocalhost\n::1\tlocalhost\n"),
 ];
 
-/// Makes the demo's image. Returns its archive.
-pub fn run() -> Result<PathBuf> {
-    let (bundle, parts) = (bundle::run()?, embed::run()?);
+/// Makes the demo's image of the boot bundle and the guest agent in `parts`. Returns its archive.
+pub fn run(bundle: &Path, parts: &Path) -> Result<PathBuf> {
     let agent = parts.join("cocoon-guest-agent");
     let about: Value = serde_json::from_slice(&fs::read(bundle.join("bundle.json"))?)?;
     let busybox = busybox()?;
@@ -51,7 +47,7 @@ pub fn run() -> Result<PathBuf> {
         let version = about["kernel_version"].as_str().context("bundle.json names no kernel_version")?;
         let layout = Layout::new(&work.join("layout"))?;
         let boot = work.join("boot");
-        lay_out_boot(&boot, &bundle, &agent, version)?;
+        lay_out_boot(&boot, bundle, &agent, version)?;
         let userland = work.join("userland");
         lay_out_userland(&userland, &busybox)?;
         let layers = [layout.layer(&userland)?, layout.layer(&boot)?];

@@ -155,10 +155,13 @@ fn guests() -> anyhow::Result<()> {
         host::is_root(),
         "the tests with guests need root; type: sudo env \"PATH=$PATH\" cargo xtask test"
     );
-    build::everything()?;
-    // The programs under test are those that `build` made; the tests only drive them.
-    host::shown(&mut cargo(&["test", "-p", "cocoon-engine", "--test", "guests", "--", "--test-threads=1"]))?;
-    host::shown(&mut cargo(&["test", "-p", "cocoon", "--test", "guests", "--", "--test-threads=1"]))
+    let built = build::everything()?;
+    for package in ["cocoon-engine", "cocoon"] {
+        let tests = ["test", "-p", package, "--test", "guests", "--", "--test-threads=1"];
+        // The binary under test is the one that was just built: cargo inside a test would look again.
+        host::shown(cargo(&tests).env("COCOON_BIN", &built.cocoon))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
