@@ -123,8 +123,6 @@ pub enum Reason {
     ApiUnavailable,
     /// The probe did not succeed (yet).
     ProbeFailed,
-    /// The VM is up and its probe succeeded.
-    Ready,
     /// The VM was made.
     Created,
     /// The VM is being made.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::reason::Trouble;
+use crate::{planner::observation::Wish, reason::Trouble};
 
 /// Saved state that a VM comes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -149,6 +149,35 @@ impl Phase {
 }
 
 impl OwnerRecord {
+    /// The record of an incarnation that begins in `phase`: nothing is known of a VM yet.
+    #[must_use]
+    pub fn new(wish: &Wish, accepted: Timestamp, phase: Phase) -> Self {
+        Self {
+            vm_name: wish.vm_name.clone(),
+            namespace: wish.key.namespace.clone(),
+            pod: wish.key.name.clone(),
+            uid: wish.uid.clone(),
+            image: wish.image.clone(),
+            snapshot_on_delete: wish.snapshot_on_delete,
+            keep_snapshot: wish.keep_snapshot,
+            annotations: wish.annotations.clone(),
+            phase,
+            vm_id: String::new(),
+            macs: Vec::new(),
+            accepted,
+            started: None,
+            restarts: 0,
+            last_restart: None,
+            restart_pending: false,
+            written: None,
+            woken_from: None,
+            woken_ready: false,
+            import_left: false,
+            live: None,
+            strays: Vec::new(),
+        }
+    }
+
     /// The same record in another phase, in which the capture `snapshot` is stale wherever it may be.
     #[must_use]
     pub fn outrunning(&self, snapshot: &str, phase: Phase) -> Self {

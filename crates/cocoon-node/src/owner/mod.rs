@@ -7,7 +7,11 @@
 
 pub mod directory;
 pub mod inbox;
+mod front;
+mod intake;
 mod known;
+mod newer;
+mod outcome;
 mod perform;
 mod probe;
 mod retry;

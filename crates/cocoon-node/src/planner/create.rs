@@ -33,13 +33,13 @@ fn try_without_record(o: &Observation, wish: &Wish) -> Result<Step, Step> {
     let evidence = evidence(o)?;
     if wish.hibernate {
         return Ok(match evidence {
-            Some(saved) => Step::Note(Box::new(new_record(o, wish, Phase::Hibernated { saved }))),
+            Some(saved) => Step::Note(Box::new(OwnerRecord::new(wish, o.now, Phase::Hibernated { saved }))),
             None => Step::Fail(nothing_saved(wish, "remove vm.cocoonstack.io/hibernate to boot it")),
         });
     }
     // A VM was here (the pod has its id) and is not: a blank one in its place would hide the loss.
     if !wish.id.is_empty() && !unconsumed(evidence.as_ref(), wish) {
-        return Ok(Step::Note(Box::new(new_record(o, wish, lost(&wish.id, &wish.vm_name)))));
+        return Ok(Step::Note(Box::new(OwnerRecord::new(wish, o.now, lost(&wish.id, &wish.vm_name)))));
     }
     create(o, wish, None, evidence.filter(|saved| unconsumed(Some(saved), wish)))
 }
@@ -50,7 +50,7 @@ fn unconsumed(saved: Option<&Saved>, wish: &Wish) -> bool {
 }
 
 fn adopt(o: &Observation, wish: &Wish, vm: &VmView) -> Step {
-    let mut record = new_record(o, wish, Phase::Up);
+    let mut record = OwnerRecord::new(wish, o.now, Phase::Up);
     record.vm_id.clone_from(&vm.id);
     record.macs.clone_from(&vm.macs);
     record.started = Some(o.now);
@@ -73,33 +73,6 @@ pub(super) fn lost(vm_id: &str, vm_name: &str) -> Phase {
 pub(super) fn nothing_saved(wish: &Wish, way_out: &str) -> Trouble {
     let message = format!("there is no saved state of VM {}; {way_out}", wish.vm_name);
     Trouble::new(Reason::HibernateEvidenceMissing, message)
-}
-
-pub(super) fn new_record(o: &Observation, wish: &Wish, phase: Phase) -> OwnerRecord {
-    OwnerRecord {
-        vm_name: wish.vm_name.clone(),
-        namespace: wish.key.namespace.clone(),
-        pod: wish.key.name.clone(),
-        uid: wish.uid.clone(),
-        image: wish.image.clone(),
-        snapshot_on_delete: wish.snapshot_on_delete,
-        keep_snapshot: wish.keep_snapshot,
-        annotations: wish.annotations.clone(),
-        phase,
-        vm_id: String::new(),
-        macs: Vec::new(),
-        accepted: o.now,
-        started: None,
-        restarts: 0,
-        last_restart: None,
-        restart_pending: false,
-        written: None,
-        woken_from: None,
-        woken_ready: false,
-        import_left: false,
-        live: None,
-        strays: Vec::new(),
-    }
 }
 
 /// What is saved of this VM: the tag, or without a registry the local snapshot. Doubt stops here (I5).
@@ -215,7 +188,7 @@ fn creating_note(o: &Observation, wish: &Wish, record: Option<&OwnerRecord>, res
     let phase = Phase::Creating { restore };
     Step::Note(Box::new(match record {
         Some(record) => record.in_phase(phase),
-        None => new_record(o, wish, phase),
+        None => OwnerRecord::new(wish, o.now, phase),
     }))
 }
 

@@ -35,7 +35,7 @@ fn without_record(o: &Observation, wish: &Wish) -> Result<Step, Step> {
     match need(&o.vm, Look::Vm)? {
         Some(vm) if vm.phase == VmPhase::Creating => Ok(Step::RemoveVm { blame: Reason::DeleteRemoveFailed }),
         // Its name is this pod's own, so it is this pod's VM.
-        Some(vm) => Ok(begin(&create::new_record(o, wish, Phase::Up), wish, Some(vm))),
+        Some(vm) => Ok(begin(&OwnerRecord::new(wish, o.now, Phase::Up), wish, Some(vm))),
         None => Ok(finalise_or(o, wish, Step::Rest)),
     }
 }

@@ -1,0 +1,155 @@
+//! What others see of an owner: the pod's view, its seat, its probe, and pods that wait behind it.
+//!
+//! Entry points: `Owner::show`, `Owner::tend_probe`, `Owner::tend_bystanders`.
+
+use std::{sync::Arc, time::Duration};
+
+use crate::{
+    cluster::{Show, Tone},
+    owner::{
+        directory::Seat,
+        inbox::Incarnation,
+        probe::{ProbeTask, Target},
+        task::Owner,
+    },
+    planner::observation::PodKey,
+    ports::VmPhase,
+    reason::{Reason, Trouble},
+    record::Phase,
+    view, wish,
+};
+
+impl Owner {
+    pub(super) fn show(&mut self) {
+        let view = view::view(&self.o);
+        if let (Some(view), Some(pod)) = (&view, self.head_pod().map(|pod| Arc::clone(&pod.pod)))
+            && self.shown.as_ref() != Some(view)
+        {
+            self.version += 1;
+            self.shown_at = self.context.world.instant();
+            let show = Show { pod, view: view.clone(), version: self.version };
+            self.context.cluster.show(show, Arc::clone(&self.inbox));
+            self.shown = Some(view.clone());
+        }
+        self.o.published = view.is_none() || self.inbox.last_accepted() >= self.version;
+        self.o.unpublished_for = if self.o.published {
+            Duration::ZERO
+        } else {
+            self.context.world.instant().duration_since(self.shown_at)
+        };
+        self.sit();
+    }
+
+    pub(super) fn head_pod(&self) -> Option<&Incarnation> {
+        let uid = &self.o.wish.as_ref()?.uid;
+        self.pods.iter().find(|pod| pod.uid() == uid)
+    }
+
+    pub(super) fn sit(&mut self) {
+        let wish = self.o.wish.as_ref().filter(|wish| !wish.gone);
+        let seated = wish.map(|wish| (wish.key.clone(), wish.uid.clone()));
+        if let Some((key, uid)) = self.seat.take_if(|seat| Some(&*seat) != seated.as_ref()) {
+            self.context.directory.leave(&key, &uid);
+        }
+        let Some(wish) = wish else { return };
+        let vm = self.o.vm_there();
+        let seat = Seat {
+            uid: wish.uid.clone(),
+            vm_name: self.vm_name.clone(),
+            vm_id: vm.map(|vm| vm.id.clone()).unwrap_or_default(),
+            running: vm.is_some_and(|vm| vm.phase == VmPhase::Running),
+        };
+        self.context.directory.sit(&wish.key, seat);
+        self.seat = seated;
+    }
+
+    /// Probes exactly while there is a running VM that may become ready.
+    pub(super) fn tend_probe(&mut self) {
+        let target = self.probe_target();
+        if self.probe.as_ref().map(|probe| &probe.target) != target.as_ref() {
+            self.probe = None;
+            self.probe = target.map(|target| ProbeTask::start(&self.context, &self.inbox, target));
+        }
+    }
+
+    pub(super) fn probe_target(&self) -> Option<Target> {
+        let wish = self.o.wish.as_ref().filter(|wish| !wish.deleting && !wish.gone)?;
+        if !wish.managed {
+            let fixed = Some(wish.ip.parse().ok()?);
+            return Some(Target { vm_id: wish.id.clone(), macs: Vec::new(), fixed, port: wish.probe_port });
+        }
+        let up = matches!(self.o.record.as_ref()?.phase, Phase::Up);
+        let vm = self.o.vm_there().filter(|vm| up && vm.phase == VmPhase::Running)?;
+        let macs = vm.macs.clone();
+        Some(Target { vm_id: vm.id.clone(), macs, fixed: None, port: wish.probe_port })
+    }
+
+    /// Pods that wait behind the head, or that may not have this name at all.
+    pub(super) async fn tend_bystanders(&mut self) {
+        self.end_again = false;
+        let head = self.o.wish.as_ref().map(|wish| (wish.key.clone(), wish.uid.clone()));
+        for pod in self.pods.clone() {
+            if head.as_ref().is_some_and(|(_, uid)| pod.uid() == uid) {
+                continue;
+            }
+            let theirs = wish::key(&pod.pod);
+            if pod.gone {
+                self.bystanders.remove(pod.uid());
+                self.inbox.forget(pod.uid());
+            } else if pod.pod.metadata.deletion_timestamp.is_some() {
+                self.end_bystander(&theirs, pod.uid()).await;
+            } else if let Some(why) = self.why_not(head.as_ref().map(|(key, _)| key), &pod, &theirs) {
+                self.show_bystander(&pod, &why);
+            }
+        }
+    }
+
+    /// Why a pod that is not at the head is not served now.
+    pub(super) fn why_not(
+        &self,
+        head: Option<&PodKey>,
+        pod: &Incarnation,
+        theirs: &PodKey,
+    ) -> Option<Trouble> {
+        let unreadable = wish::read(&pod.pod, &self.context.config, false).err();
+        match (&self.o.record, unreadable, head) {
+            (None, Some(why), _) => Some(why),
+            (_, _, Some(head)) => Some(bystander(head, theirs, &self.vm_name)),
+            _ => None,
+        }
+    }
+
+    pub(super) async fn end_bystander(&mut self, key: &PodKey, uid: &str) {
+        if let Err(error) = self.context.cluster.finalise(key, uid).await {
+            tracing::warn!(pod = %key, error = %error.trouble(), "a waiting pod could not be ended yet");
+            self.end_again = true;
+        }
+    }
+
+    pub(super) fn show_bystander(&mut self, pod: &Incarnation, why: &Trouble) {
+        let view = match why.reason {
+            Reason::Replacing => view::waiting_behind(why),
+            _ => view::refused(why, cocoon_meta::read_cocoon_set_generation(&*pod.pod)),
+        };
+        if self.bystanders.get(pod.uid()) == Some(&view) {
+            return;
+        }
+        if why.reason != Reason::Replacing {
+            self.context.cluster.event(&wish::key(&pod.pod), pod.uid(), Tone::Warning, why);
+        }
+        let show = Show { pod: Arc::clone(&pod.pod), view: view.clone(), version: 0 };
+        self.context.cluster.show(show, Arc::clone(&self.inbox));
+        self.bystanders.insert(pod.uid().to_owned(), view);
+    }
+}
+
+/// Why a pod that is not at the head waits.
+fn bystander(head: &PodKey, theirs: &PodKey, vm_name: &str) -> Trouble {
+    if head == theirs {
+        let message =
+            format!("VM {vm_name} still belongs to the former pod of this name, which is being ended");
+        return Trouble::new(Reason::Replacing, message);
+    }
+    let message = format!("VM name {vm_name} is in use by pod {head}; give this pod another name");
+    Trouble::new(Reason::VMNameInUse, message)
+}

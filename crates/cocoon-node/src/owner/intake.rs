@@ -1,0 +1,103 @@
+//! What came in: pods, lists, probes and time become the observation.
+//!
+//! Entry point: `Owner::take_inbox`. Nothing here waits or acts.
+
+use crate::{
+    owner::{known, newer::asks_otherwise, task::Owner},
+    planner::observation::{Cooling, Seen, Wish},
+    wish,
+};
+
+impl Owner {
+    pub(super) fn take_inbox(&mut self) {
+        self.pods = self.inbox.pods();
+        self.o.now = self.context.world.now();
+        self.o.baseline_wanted = self.inbox.baseline_wanted();
+        if let Some(reach) = self.inbox.last_reach() {
+            self.o.reach = reach;
+        }
+        self.take_listed();
+        self.take_wish();
+        self.take_cooling();
+    }
+
+    pub(super) fn take_listed(&mut self) {
+        let Some(listed) = self.inbox.last_listed().filter(|listed| listed.asked > self.touched) else {
+            return;
+        };
+        match (&self.o.vm, &listed.vm) {
+            (Seen::Known(known), vm) if known == vm => {}
+            // Gone from the list is not gone (I5): ask for it by name.
+            (Seen::Known(Some(_)), None) => self.o.vm = Seen::Unknown,
+            (_, Some(vm)) => self.o.vm = Seen::Known(Some(vm.clone())),
+            (_, None) => {}
+        }
+        self.touched = self.touched.max(listed.asked);
+    }
+
+    pub(super) fn take_wish(&mut self) {
+        let wish = self.head();
+        let changed = match (&self.o.wish, &wish) {
+            (Some(before), Some(now)) => asks_otherwise(before, now),
+            (None, None) => false,
+            _ => true,
+        };
+        if changed {
+            let deleting = wish.as_ref().is_some_and(|wish| wish.deleting || wish.gone);
+            self.start_over(deleting);
+            self.o.image = Seen::Unknown;
+            known::forget_looks(&mut self.o);
+        }
+        if self.o.wish.as_ref().map(|wish| &wish.uid) != wish.as_ref().map(|wish| &wish.uid) {
+            (self.o.finalised, self.o.dropped, self.o.latest_now) = (false, false, None);
+            self.shown = None;
+        }
+        self.o.next_waits = self.pods.len() > 1;
+        self.o.wish = wish;
+    }
+
+    pub(super) fn start_over(&mut self, deleting: bool) {
+        self.retry.reset(deleting);
+        self.hard = false;
+        (self.o.trouble, self.o.failure, self.o.failures) = (None, None, 0);
+    }
+
+    /// The incarnation that is served now: the record's, else the first that is still there.
+    pub(super) fn head(&mut self) -> Option<Wish> {
+        let Some(record) = self.o.record.clone() else {
+            for over in self.pods.iter().filter(|pod| pod.gone) {
+                self.inbox.forget(over.uid());
+            }
+            self.pods.retain(|pod| !pod.gone);
+            // One that cannot be read (any more) is refused (`tend_bystanders`) and blocks nobody.
+            return self.pods.iter().find_map(|pod| wish::read(&pod.pod, &self.context.config, false).ok());
+        };
+        let Some(pod) = self.pods.iter().find(|pod| pod.uid() == record.uid) else {
+            return Some(wish::of_record(&record, &self.context.config));
+        };
+        let mut wish = wish::read(&pod.pod, &self.context.config, true)
+            .ok()
+            .filter(|wish| wish.vm_name == self.vm_name)
+            .unwrap_or_else(|| Wish {
+                gone: false,
+                deleting: pod.pod.metadata.deletion_timestamp.is_some(),
+                ..wish::of_record(&record, &self.context.config)
+            });
+        wish.gone = pod.gone;
+        Some(wish)
+    }
+
+    pub(super) fn take_cooling(&mut self) {
+        let now = self.context.world.instant();
+        let was = self.o.cooling;
+        self.o.cooling = match (self.retry.pending(now).is_some(), self.hard) {
+            (false, _) => Cooling::None,
+            (true, false) => Cooling::Soft,
+            (true, true) => Cooling::Hard,
+        };
+        if was != Cooling::None && self.o.cooling == Cooling::None {
+            self.hard = false;
+            known::forget_looks(&mut self.o);
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! What became of a step: bookkeeping, events, and when it is tried again.
+//!
+//! Entry points: `Owner::succeeded` and `Owner::step_failed`.
+
+use crate::{
+    cluster::Tone,
+    owner::{
+        known::{self, Found},
+        task::Owner,
+    },
+    planner::{
+        Look, Step,
+        observation::{Observation, Seen},
+    },
+    ports::VmPhase,
+    reason::{Reason, Trouble},
+    record::{LiveAnswer, OwnerRecord, Phase},
+};
+
+impl Owner {
+    pub(super) fn succeeded(&mut self, step: &Step, found: Found) {
+        match step {
+            Step::Note(record) => self.noted(record),
+            Step::Forget => self.forgotten(),
+            Step::Look(Look::Fork) => {
+                if let Found::Snapshot(Some(snapshot)) = found {
+                    self.o.fork = Seen::Known(snapshot);
+                }
+            }
+            // The id in the artifact is what was asked for, whatever id the store gave the copy.
+            Step::PullImport { .. } => {
+                let expected =
+                    self.o.tag.known().and_then(|tag| tag.as_ref()).map(|tag| tag.snapshot_id.clone());
+                let found = match (found, expected) {
+                    (Found::Snapshot(Some(mut snapshot)), Some(id)) => {
+                        snapshot.id = id;
+                        Found::Snapshot(Some(snapshot))
+                    }
+                    (found, _) => found,
+                };
+                known::learn(&mut self.o, step, found);
+            }
+            Step::LiveSnapshot { reference, .. } => self.live_answered(step, reference, None),
+            _ => known::learn(&mut self.o, step, found),
+        }
+    }
+
+    /// A live snapshot request was served, well or badly: that is its one answer.
+    pub(super) fn live_answered(&mut self, step: &Step, reference: &str, failure: Option<String>) {
+        known::doubt(&mut self.o, step);
+        self.o.live_now = Some(LiveAnswer { reference: reference.to_owned(), failure });
+    }
+
+    pub(super) fn noted(&mut self, record: &OwnerRecord) {
+        let before = self.o.record.as_ref().map(|record| std::mem::discriminant(&record.phase));
+        let entered = before != Some(std::mem::discriminant(&record.phase));
+        let rolled_back = matches!(
+            (&self.o.record.as_ref().map(|r| &r.phase), &record.phase),
+            (
+                Some(Phase::RollingBack { .. } | Phase::Hibernating { .. }),
+                Phase::Up | Phase::RollingBack { .. }
+            )
+        );
+        if self.o.record.as_ref().is_some_and(|before| record.restarts > before.restarts) {
+            let message =
+                format!("the process of VM {} died; it was started again from its disk", self.vm_name);
+            self.tell(Tone::Warning, &Trouble::new(Reason::VMRestarted, message));
+        }
+        let counted = self.o.record.as_ref().and_then(|before| before.phase.captured());
+        if counted.is_some() && record.phase.captured().is_none() {
+            // The guest is about to go on, or did: this process's own memory of the capture is stale, too.
+            self.o.captured_now = None;
+        }
+        self.say_if_derived(record);
+        self.inbox.set_record(Some(record));
+        self.o.record = Some(record.clone());
+        if entered
+            && !rolled_back
+            && !matches!(record.phase, Phase::Creating { .. } | Phase::Hibernating { .. })
+        {
+            self.start_over(matches!(record.phase, Phase::Deleting { .. }));
+            self.announce(record);
+        }
+        if entered {
+            (self.o.dropped, self.o.released) = (false, false);
+            known::forget_looks(&mut self.o);
+        }
+    }
+
+    /// A pod that nobody marked as a wake is restored all the same, because there is saved state.
+    pub(super) fn say_if_derived(&self, record: &OwnerRecord) {
+        let marked = self.o.wish.as_ref().is_none_or(|wish| wish.restore_marked);
+        let Phase::Creating { restore: Some(saved) } = &record.phase else { return };
+        if self.o.record.is_none() && !marked {
+            let message = format!(
+                "VM {} has saved state (snapshot {}), so it is restored from that instead of being made anew",
+                record.vm_name, saved.snapshot
+            );
+            self.tell(Tone::Normal, &Trouble::new(Reason::HibernateSnapshotExists, message));
+        }
+    }
+
+    pub(super) fn announce(&self, record: &OwnerRecord) {
+        let vm = &record.vm_name;
+        let (tone, what) = match &record.phase {
+            Phase::Up if record.woken_from.is_some() && !record.woken_ready => {
+                (Tone::Normal, Trouble::new(Reason::Woken, format!("VM {vm} is awake, id {}", record.vm_id)))
+            }
+            Phase::Up => {
+                (Tone::Normal, Trouble::new(Reason::Created, format!("VM {vm} is up, id {}", record.vm_id)))
+            }
+            Phase::Hibernated { saved } => {
+                let message = format!("VM {vm} is saved as snapshot {} and removed", saved.snapshot);
+                (Tone::Normal, Trouble::new(Reason::Hibernated, message))
+            }
+            Phase::Lost { trouble } => (Tone::Warning, trouble.clone()),
+            Phase::Deleting { live: true, .. } if record.snapshot_on_delete && !self.o.registry => {
+                let message = format!("VM {vm} is deleted without a snapshot: this node has no registry");
+                (Tone::Warning, Trouble::new(Reason::DeleteSnapshotSkipped, message))
+            }
+            _ => return,
+        };
+        self.tell(tone, &what);
+    }
+
+    pub(super) fn tell(&self, tone: Tone, what: &Trouble) {
+        if let Some(wish) = &self.o.wish {
+            self.context.cluster.event(&wish.key, &wish.uid, tone, what);
+        }
+    }
+
+    pub(super) fn forgotten(&mut self) {
+        if let Some(record) = self.o.record.take() {
+            self.inbox.forget(&record.uid);
+        }
+        self.inbox.set_record(None);
+        self.o = Observation {
+            registry: self.o.registry,
+            pause_limit: self.o.pause_limit,
+            now: self.o.now,
+            ..Observation::default()
+        };
+        self.shown = None;
+        self.start_over(false);
+    }
+
+    /// It runs, and waits for its guest alone.
+    pub(super) fn lacks_links(&self) -> bool {
+        self.o.vm_there().is_some_and(|vm| vm.phase == VmPhase::Running && vm.links_down)
+    }
+
+    pub(super) fn step_failed(&mut self, step: &Step, trouble: Trouble) {
+        let lacks_links = self.lacks_links();
+        known::doubt(&mut self.o, step);
+        match step {
+            Step::Look(look) => {
+                // The planner decides whether that matters.
+                known::unanswered(&mut self.o, *look, trouble);
+                return;
+            }
+            Step::LiveSnapshot { reference, .. } => {
+                return self.live_answered(step, reference, Some(trouble.to_string()));
+            }
+            // A guest that is slow to take its identity is no failure of the pod; it is told again, later.
+            Step::Start if lacks_links => {
+                tracing::warn!(vm = self.vm_name, %trouble, "the links stay down for now");
+                self.retry.failed(self.context.world.as_ref());
+                return;
+            }
+            // Owed work: the planner decides how long it is waited for, and a guest never is.
+            Step::DropTag { .. } => {
+                tracing::warn!(vm = self.vm_name, %trouble, "a hibernate tag stays for now");
+                known::unanswered(&mut self.o, Look::Tag, trouble);
+                return;
+            }
+            Step::SaveBaseline => {
+                self.inbox.answer_baseline(&Err(trouble));
+                return;
+            }
+            _ => {}
+        }
+        self.failed(trouble, step.is_compensation());
+    }
+
+    pub(super) fn failed(&mut self, trouble: Trouble, compensation: bool) {
+        tracing::warn!(vm = self.vm_name, %trouble, "step failed");
+        self.hard |= compensation;
+        self.o.failures = self.o.failures.saturating_add(1);
+        self.retry.failed(self.context.world.as_ref());
+        self.tell(Tone::Warning, &trouble);
+        self.o.trouble = Some(trouble.clone());
+        self.o.failure = Some(trouble);
+    }
+}
