@@ -22,10 +22,10 @@ use tokio_tungstenite::{
 };
 
 use super::{
-    Body,
+    Body, Found,
     frames::{self, Said},
     query::Query,
-    text,
+    text, waiting,
 };
 use crate::{
     owner::{Context, directory::Seat},
@@ -76,7 +76,7 @@ impl Order {
 
 pub(super) fn serve(
     context: &Arc<Context>,
-    seat: Seat,
+    Found { seat, pod }: Found,
     request: Request<Incoming>,
     permit: OwnedSemaphorePermit,
 ) -> Response<Body> {
@@ -85,11 +85,7 @@ pub(super) fn serve(
         Err(why) => return text(StatusCode::BAD_REQUEST, why),
     };
     if !seat.running {
-        let why = format!(
-            "VM {} is not running (hibernated, or not up yet); nothing can be run in it",
-            seat.vm_name
-        );
-        return text(StatusCode::CONFLICT, why);
+        return text(StatusCode::BAD_REQUEST, waiting::for_exec(&pod));
     }
     match handshake(&request) {
         Ok(response) => {

@@ -19,7 +19,7 @@ use tokio::{
     io::{AsyncReadExt as _, AsyncSeekExt as _},
 };
 
-use super::{Body, query::Query, text};
+use super::{Body, Found, console::Plain, query::Query, text, waiting};
 use crate::{
     owner::{Context, directory::Seat},
     reason::Reason,
@@ -67,16 +67,14 @@ impl Want {
     }
 }
 
-pub(super) async fn serve(context: &Arc<Context>, seat: &Seat, query: &str) -> Response<Body> {
+pub(super) async fn serve(context: &Arc<Context>, found: &Found, query: &str) -> Response<Body> {
+    let seat = &found.seat;
     let want = match Want::read(&Query::parse(query), context.world.now()) {
         Ok(want) => want,
         Err(why) => return text(StatusCode::BAD_REQUEST, why),
     };
     if seat.vm_id.is_empty() {
-        return text(
-            StatusCode::OK,
-            format!("VM {} is not on this node now; it has no console", seat.vm_name),
-        );
+        return text(StatusCode::BAD_REQUEST, waiting::for_logs(&found.pod));
     }
     let path = match context.ports.guest.console(&seat.vm_id).await {
         Ok(path) => path,
@@ -86,30 +84,42 @@ pub(super) async fn serve(context: &Arc<Context>, seat: &Seat, query: &str) -> R
         Err(error) => return text(StatusCode::INTERNAL_SERVER_ERROR, error.trouble().message),
     };
     match start(&path, &want).await {
-        Ok((first, _)) if !want.follow => Response::new(Full::new(first).boxed_unsync()),
-        Ok((first, position)) => follow(Arc::clone(context), seat.clone(), path, first, position, want.limit),
+        Ok(begun) if !want.follow => Response::new(Full::new(begun.first).boxed_unsync()),
+        Ok(begun) => follow(Arc::clone(context), seat.clone(), path, begun, want.limit),
         Err(error) => {
             text(StatusCode::INTERNAL_SERVER_ERROR, format!("console of VM {}: {error}", seat.vm_name))
         }
     }
 }
 
-/// What there is now, and where the file ended.
-async fn start(path: &Path, want: &Want) -> io::Result<(Bytes, u64)> {
+/// A log that was begun.
+struct Begun {
+    /// What of it there is now.
+    first: Bytes,
+    /// Where the file goes on.
+    position: u64,
+    /// The filter at that point.
+    plain: Plain,
+}
+
+async fn start(path: &Path, want: &Want) -> io::Result<Begun> {
+    let mut begun = Begun { first: Bytes::new(), position: 0, plain: Plain::default() };
     let mut file = match File::open(path).await {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((Bytes::new(), 0)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(begun),
         Err(error) => return Err(error),
     };
     let facts = file.metadata().await?;
-    let length = facts.len();
+    begun.position = facts.len();
     if want.since.is_some_and(|since| older(facts.modified().ok(), since)) {
-        return Ok((Bytes::new(), length));
+        return Ok(begun);
     }
-    file.seek(SeekFrom::Start(length.saturating_sub(MOST))).await?;
+    begun.position = file.seek(SeekFrom::Start(begun.position.saturating_sub(MOST))).await?;
     let mut content = Vec::new();
-    file.take(MOST).read_to_end(&mut content).await?;
-    Ok((cut(content, want), length))
+    // It may have grown meanwhile; what was read is not read again.
+    begun.position += file.take(MOST).read_to_end(&mut content).await? as u64;
+    begun.first = cut(begun.plain.pass(&content), want);
+    Ok(begun)
 }
 
 /// Nothing was written since: there is no line that could be newer.
@@ -145,6 +155,7 @@ struct Following {
     path: PathBuf,
     first: Option<Bytes>,
     position: u64,
+    plain: Plain,
     left: u64,
 }
 
@@ -152,12 +163,12 @@ fn follow(
     context: Arc<Context>,
     seat: Seat,
     path: PathBuf,
-    first: Bytes,
-    position: u64,
+    begun: Begun,
     limit: Option<u64>,
 ) -> Response<Body> {
     let left = limit.unwrap_or(u64::MAX);
-    let state = Following { context, seat, path, first: Some(first), position, left };
+    let Begun { first, position, plain } = begun;
+    let state = Following { context, seat, path, first: Some(first), position, plain, left };
     let pieces =
         stream::unfold(state, |mut state| async move { state.next().await.map(|piece| (piece, state)) });
     let frames = pieces.map(|piece| Ok::<_, Infallible>(Frame::data(piece)));
@@ -175,11 +186,15 @@ impl Following {
             if self.left == 0 || self.context.shutdown.is_cancelled() {
                 return None;
             }
-            let mut piece = self.read().await.ok()?;
+            let read = self.read().await.ok()?;
+            let mut piece = self.plain.pass(&read);
             piece.truncate(usize::try_from(self.left).unwrap_or(usize::MAX));
             if !piece.is_empty() {
                 self.left -= piece.len() as u64;
                 return Some(piece.into());
+            }
+            if !read.is_empty() {
+                continue;
             }
             if !self.context.directory.has_vm(&self.seat.vm_id) {
                 return None;
@@ -193,6 +208,7 @@ impl Following {
         if file.metadata().await?.len() < self.position {
             // The engine cut it.
             self.position = 0;
+            self.plain = Plain::default();
         }
         file.seek(SeekFrom::Start(self.position)).await?;
         let mut piece = vec![0; PIECE];

@@ -5,12 +5,14 @@
 //! ends with its connection, and its exit code is never made up (I4).
 
 pub mod auth;
+pub mod console;
 mod exec;
 pub mod frames;
 mod logs;
 pub mod query;
 #[cfg(test)]
 mod tests;
+pub mod waiting;
 
 use std::{convert::Infallible, io, net, sync::Arc, time::Duration};
 
@@ -22,6 +24,7 @@ use hyper_util::{
     rt::{TokioExecutor, TokioIo},
     server::conn::auto::Builder,
 };
+use k8s_openapi::api::core::v1::Pod;
 use tokio::{net::TcpListener, net::TcpStream, sync::Semaphore, task::JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -47,6 +50,13 @@ pub struct Server {
     table: Arc<PodTable>,
     /// Execs outlive their connection's request, so they are counted apart.
     execs: Arc<Semaphore>,
+}
+
+/// A pod of this node and where its VM is.
+#[derive(Debug, Clone)]
+struct Found {
+    seat: Seat,
+    pod: Arc<Pod>,
 }
 
 /// A plain text answer.
@@ -141,8 +151,8 @@ impl Server {
             ["runningpods" | "runningpods/"] | ["runningpods", ""] if reading => self.pods(true),
             ["containerLogs", namespace, pod, container] if reading => {
                 match self.seat(namespace, pod, container) {
-                    Ok(seat) => {
-                        logs::serve(&self.context, &seat, request.uri().query().unwrap_or_default()).await
+                    Ok(found) => {
+                        logs::serve(&self.context, &found, request.uri().query().unwrap_or_default()).await
                     }
                     Err(refusal) => *refusal,
                 }
@@ -151,8 +161,8 @@ impl Server {
                 if reading || request.method() == Method::POST =>
             {
                 match self.seat(namespace, pod, container) {
-                    Ok(seat) => match Arc::clone(&self.execs).try_acquire_owned() {
-                        Ok(permit) => exec::serve(&self.context, seat, request, permit),
+                    Ok(found) => match Arc::clone(&self.execs).try_acquire_owned() {
+                        Ok(permit) => exec::serve(&self.context, found, request, permit),
                         Err(_) => text(
                             StatusCode::SERVICE_UNAVAILABLE,
                             "too many commands run at once; try again later",
@@ -177,9 +187,8 @@ impl Server {
     }
 
     fn pods(&self, running: bool) -> Response<Body> {
-        let seated = |pod: &k8s_openapi::api::core::v1::Pod| {
-            self.context.directory.seat(&crate::wish::key(pod)).is_some_and(|seat| seat.running)
-        };
+        let seated =
+            |pod: &Pod| self.context.directory.seat(&crate::wish::key(pod)).is_some_and(|seat| seat.running);
         let mut pods = self.table.all();
         pods.retain(|pod| !running || seated(pod));
         let list = serde_json::json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": pods});
@@ -190,21 +199,27 @@ impl Server {
         response
     }
 
-    /// The seat of a pod's only container.
-    fn seat(&self, namespace: &str, pod: &str, container: &str) -> Result<Seat, Box<Response<Body>>> {
+    /// The pod with its only container, and where its VM is.
+    fn seat(&self, namespace: &str, pod: &str, container: &str) -> Result<Found, Box<Response<Body>>> {
         let key = PodKey { namespace: namespace.to_owned(), name: pod.to_owned() };
-        let missing = |what: String| Box::new(text(StatusCode::NOT_FOUND, what));
-        let seat = self.context.directory.seat(&key);
-        let seat = seat.ok_or_else(|| missing(format!("pod {key} has no VM on this node")))?;
+        let refuse = |status, what: String| Err(Box::new(text(status, what)));
+        let Some(seat) = self.context.directory.seat(&key) else {
+            // A pod without a seat is one that was refused, or not taken up yet; it says which.
+            let pods = self.table.all();
+            return match pods.iter().find(|pod| crate::wish::key(pod) == key) {
+                Some(pod) => refuse(StatusCode::BAD_REQUEST, waiting::for_logs(pod)),
+                None => refuse(StatusCode::NOT_FOUND, format!("pod {key} has no VM on this node")),
+            };
+        };
         let found = self.table.get(&seat.uid);
-        let only =
-            found.as_ref().and_then(|pod| pod.spec.as_ref()?.containers.first().map(|c| c.name.as_str()));
-        if only != Some(container) {
-            let name = only.unwrap_or_default();
-            return Err(missing(format!(
-                "pod {key} has one container, {name:?}, and none named {container:?}"
-            )));
+        let only = found.as_deref().map(waiting::container);
+        match found {
+            Some(ref pod) if only == Some(container) => Ok(Found { seat, pod: Arc::clone(pod) }),
+            _ => {
+                let name = only.unwrap_or_default();
+                let what = format!("pod {key} has one container, {name:?}, and none named {container:?}");
+                refuse(StatusCode::NOT_FOUND, what)
+            }
         }
-        Ok(seat)
     }
 }

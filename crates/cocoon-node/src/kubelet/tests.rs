@@ -54,7 +54,7 @@ struct Port {
     address: SocketAddr,
     authority: Authority,
     context: Arc<Context>,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 impl Port {
@@ -72,8 +72,13 @@ impl Port {
         let world = Arc::new(cocoon_kit::world::RealWorld);
         let context = Context::new(config, ports, world, api, CancellationToken::new());
         let table = Arc::new(PodTable::default());
+        table.apply(waiting(stage::pod("refused", "u3", &[]), "VMNameMismatch", "use another"));
         for (name, uid, vm_id) in [("demo-0", "u1", "VM1"), ("asleep", "u2", "")] {
-            let pod = stage::pod(name, uid, &[]);
+            let mut pod = stage::pod(name, uid, &[]);
+            if vm_id.is_empty() {
+                let asked = stage::pod(name, uid, &[("vm.cocoonstack.io/hibernate", "true")]);
+                pod = waiting(asked, "Hibernated", name);
+            }
             let seat = Seat {
                 uid: uid.into(),
                 vm_name: name.into(),
@@ -87,7 +92,7 @@ impl Port {
         let address = listener.local_addr().unwrap();
         let server = Server::new(Arc::clone(&context), table);
         tokio::spawn(server.serve(listener, context.shutdown.clone()));
-        Self { address, authority, context, _folder: folder }
+        Self { address, authority, context, folder: folder }
     }
 
     fn client(&self, user: &str, groups: &[&str]) -> Arc<ClientConfig> {
@@ -125,6 +130,15 @@ impl Port {
     }
 }
 
+/// The pod with a container that waits for this reason.
+fn waiting(mut pod: Pod, reason: &str, message: &str) -> Pod {
+    let status = serde_json::json!({"containerStatuses": [{"name": "agent", "image": "", "imageID": "",
+        "ready": false, "restartCount": 0,
+        "state": {"waiting": {"reason": reason, "message": message}}}]});
+    pod.status = Some(serde_json::from_value(status).unwrap());
+    pod
+}
+
 fn get(path: &str) -> Request<Empty<Bytes>> {
     Request::get(path).header("host", "localhost").body(Empty::new()).unwrap()
 }
@@ -150,11 +164,16 @@ async fn routes_answer_or_say_that_they_do_not_exist() {
         ("/containerLogs/default/demo-0/agent?tailLines=2", 200, "two\nthree\n"),
         ("/containerLogs/default/demo-0/agent?tailLines=x", 400, "tailLines"),
         ("/containerLogs/default/demo-0/other", 404, "one container"),
-        ("/containerLogs/default/asleep/agent", 200, "no console"),
+        ("/containerLogs/default/asleep/agent", 400, "is waiting to start: Hibernated: asleep; wake it with"),
+        ("/containerLogs/default/refused/agent", 400, "is waiting to start: VMNameMismatch: use another"),
         ("/containerLogs/default/nobody/agent", 404, "no VM on this node"),
         ("/exec/default/demo-0/agent?command=sh&output=1&tty=1", 400, "without -t"),
         ("/exec/default/demo-0/agent?command=sh&output=1", 400, "WebSocket"),
-        ("/exec/default/asleep/agent?command=sh&output=1", 409, "not running"),
+        (
+            "/exec/default/asleep/agent?command=sh&output=1",
+            400,
+            "container not running: Hibernated: asleep; wake it",
+        ),
         ("/attach/default/demo-0/agent", 501, "not served"),
         ("/stats/summary", 501, "not served"),
         ("/nowhere", 404, "not a path"),
@@ -165,6 +184,27 @@ async fn routes_answer_or_say_that_they_do_not_exist() {
     }
     let (_, running) = port.path("/runningpods/").await;
     assert!(running.contains("demo-0") && !running.contains("asleep"));
+}
+
+#[tokio::test]
+async fn logs_are_text_also_where_a_sequence_is_cut_by_the_end_of_a_read() {
+    let port = Port::open().await;
+    let console = port.folder.path().join("console.log");
+    std::fs::write(&console, "\x1bc\x1b[?7l\x1b[2JSeaBIOS\r\nready\r\n\x1b[1").unwrap();
+    let (_, text) = port.path("/containerLogs/default/demo-0/agent").await;
+    assert_eq!(text, "SeaBIOS\nready\n");
+
+    let stream = TokioIo::new(port.connect(port.client("root", &["system:masters"])).await);
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    let path = "/containerLogs/default/demo-0/agent?follow=true&limitBytes=20&tailLines=1";
+    let mut body = sender.send_request(get(path)).await.unwrap().into_body();
+    let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
+    assert_eq!(first, "ready\n");
+    let mut log = std::fs::File::options().append(true).open(&console).unwrap();
+    std::io::Write::write_all(&mut log, b";31mred\x1b[0m\r\nand more than the limit").unwrap();
+    let rest = body.collect().await.unwrap().to_bytes();
+    assert_eq!(rest, "red\nand more t", "20 bytes in all");
 }
 
 #[tokio::test]
