@@ -1,11 +1,12 @@
 //! Disk chains into one standalone file.
 //!
 //! Entry point: [`flatten`]. `qemu-img` does the work, confined like QEMU itself: the content of a disk
-//! is the guest's, so what reads it must not be trusted. It gets descriptors and an explicit chain.
+//! is the guest's, so what reads it must not be trusted. It gets descriptors and an explicit chain, and is
+//! killed when it takes too long.
 
 use std::{
     fs::File,
-    io::{self, Read as _},
+    io,
     os::{
         fd::{AsRawFd as _, OwnedFd},
         unix::fs::fchown,
@@ -17,39 +18,36 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
-    error::Fault,
     paths::{named, open_read},
-    qemu::memory::copy_sparse,
-    sys::{self, Confinement},
-    vm::blocking,
+    qemu::{limit::Stop, memory::copy_sparse_until, tool::Tool},
 };
 
 /// Where `qemu-img` is looked for: nothing else of our environment reaches it.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Writes the disk whose files are `chain` (top first) to `out` as one qcow2 file without a backing
-/// file. `top`, if given, stands in for the first file and is removed afterwards.
-pub(crate) async fn flatten(
-    top: Option<PathBuf>,
-    mut chain: Vec<PathBuf>,
-    out: PathBuf,
+/// file. `top`, if given, stands in for the first file and is removed afterwards. Blocks.
+pub(crate) fn flatten(
+    top: Option<&Path>,
+    chain: &[PathBuf],
+    out: &Path,
     uid: u32,
-) -> Result<(), Fault> {
-    if let (Some(first), Some(copy)) = (chain.first_mut(), &top) {
-        first.clone_from(copy);
-    }
-    blocking(&format!("disk {}", out.display()), move || {
-        match chain.as_slice() {
-            [only] if top.is_some() => return std::fs::rename(only, &out),
-            [only] => {
-                let from = open_read(only)?;
-                copy_sparse(&from, &File::create_new(&out)?, from.metadata()?.len())?;
-            }
-            _ => convert(&chain, &out, uid)?,
+    stop: &Stop,
+) -> io::Result<()> {
+    match (top, chain) {
+        (Some(top), [_]) => return std::fs::rename(top, out),
+        (None, [only]) => {
+            let from = open_read(only)?;
+            copy_sparse_until(&from, &File::create_new(out)?, from.metadata()?.len(), stop)?;
         }
-        top.map_or(Ok(()), std::fs::remove_file)
-    })
-    .await
+        (_, []) => return Err(io::Error::other("the disk has no file")),
+        (_, [first, below @ ..]) => {
+            let chain: Vec<&Path> =
+                [top.unwrap_or(first)].into_iter().chain(below.iter().map(PathBuf::as_path)).collect();
+            convert(&chain, out, uid, stop)?;
+        }
+    }
+    top.map_or(Ok(()), std::fs::remove_file)
 }
 
 fn node(files: &[OwnedFd]) -> Value {
@@ -62,7 +60,7 @@ fn node(files: &[OwnedFd]) -> Value {
     })
 }
 
-fn convert(chain: &[PathBuf], out: &Path, uid: u32) -> io::Result<()> {
+fn convert(chain: &[&Path], out: &Path, uid: u32, stop: &Stop) -> io::Result<()> {
     let files =
         chain.iter().map(|path| open_read(path).map(OwnedFd::from)).collect::<io::Result<Vec<_>>>()?;
     if let Some(top) = files.first() {
@@ -74,29 +72,15 @@ fn convert(chain: &[PathBuf], out: &Path, uid: u32) -> io::Result<()> {
     command.args(["convert", "-q", "-U", "-O", "qcow2"]).arg(format!("json:{}", node(&files)));
     command.arg(format!("/proc/self/fd/{}", target.as_raw_fd()));
     command.env_clear().env("PATH", PATH).current_dir("/");
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut keep = files;
     keep.push(target.into());
-    let confinement = Confinement {
-        uid,
-        group: None,
-        keep,
-        pid_file: None,
-        cgroup: None,
-        oom_score_adj: b"500",
-        no_network: true,
-        small_pages: false,
-    };
-    let mut child = sys::spawn(command, confinement)
+    let mut tool = Tool::start(command, uid, None, keep)
         .map_err(|error| named(Path::new("qemu-img (apt-get install qemu-utils)"), &error))?;
-    let mut said = String::new();
-    if let Some(errors) = child.stderr.take() {
-        errors.take(4096).read_to_string(&mut said)?;
-    }
-    let status = child.wait()?;
+    let status = tool.wait(stop)?;
     if status.success() {
         Ok(())
     } else {
-        Err(io::Error::other(format!("qemu-img: {status}: {}", said.trim())))
+        Err(io::Error::other(format!("qemu-img: {status}: {}", tool.said()?)))
     }
 }

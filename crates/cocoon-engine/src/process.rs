@@ -74,6 +74,7 @@ impl Process {
     }
 
     /// The running process `pid`, if there is one.
+    #[cfg(test)]
     #[must_use]
     pub(crate) fn of_pid(pid: u32) -> Option<Self> {
         Self::look(pid).filter(|(_, state)| !is_dead(*state)).map(|(process, _)| process)

@@ -1,4 +1,5 @@
-//! The crate's only unsafe code: starting a confined process, and handing descriptors over a socket.
+//! The crate's only unsafe code: starting a confined process, handing descriptors over a socket, and
+//! writing out a part of a file.
 #![allow(unsafe_code)]
 
 use std::{
@@ -31,14 +32,12 @@ pub(crate) struct Confinement {
     pub(crate) cgroup: Option<OwnedFd>,
     /// What the kernel's OOM killer adds to the child's badness.
     pub(crate) oom_score_adj: &'static [u8],
-    /// No network but an empty one (not for QEMU: agents read its taps' counters through it).
-    pub(crate) no_network: bool,
     /// No huge pages for the child.
     pub(crate) small_pages: bool,
 }
 
-/// Starts `command` in a session of its own, as an unprivileged user that can never gain a right, with
-/// no descriptor but 0-2 and [`Confinement::keep`].
+/// Starts `command` in a session and an empty network namespace of its own, as an unprivileged user that
+/// can never gain a right, with no descriptor but 0-2 and [`Confinement::keep`].
 pub(crate) fn spawn(mut command: Command, confinement: Confinement) -> io::Result<Child> {
     let child = move || confine(&confinement);
     // SAFETY: `confine` calls only async-signal-safe functions and allocates nothing.
@@ -63,9 +62,9 @@ fn confine(this: &Confinement) -> io::Result<()> {
         if this.small_pages {
             libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0);
         }
-        if this.no_network {
-            check(libc::unshare(libc::CLONE_NEWNET))?;
-        }
+        // Taps and sockets come as descriptors and work from anywhere, so what the guest may break into
+        // needs no network: in one of its own there is nobody to talk to.
+        check(libc::unshare(libc::CLONE_NEWNET))?;
         keep_open(&this.keep)?;
         if this.uid != 0 {
             let (count, list) = this.group.as_ref().map_or((0, std::ptr::null()), |gid| (1, &raw const *gid));
@@ -127,6 +126,24 @@ unsafe fn note_self(file: RawFd) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Writes out what is cached of `length` bytes of a file and waits for it, so that a later `fsync` has
+/// little left to do. File systems without that do nothing.
+pub(crate) fn write_out(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {
+    let flags =
+        libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let (offset, length) = (
+        libc::off64_t::try_from(offset).map_err(io::Error::other)?,
+        libc::off64_t::try_from(length).map_err(io::Error::other)?,
+    );
+    // SAFETY: a system call on integers, with a descriptor that is open while `file` is borrowed.
+    match check(unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) }) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::ESPIPE | libc::EINVAL)) => {
+            Ok(())
+        }
+        done => done,
+    }
 }
 
 /// Sends `bytes` with `fd` attached. May send fewer bytes; the descriptor goes with the first one.

@@ -15,7 +15,11 @@ use cocoon_engine::{
     error::{BringUpError, ChangeError, LookupError},
     model::{CloneIdentity, CloneSpec, RunSpec, VmState},
 };
-use support::{Host, MIB, chain, clone_on, on_a_fresh_host, until};
+use support::{
+    Host, MIB, chain, clone_on,
+    confinement::{confined, without_network},
+    on_a_fresh_host, until,
+};
 
 /// Numbered lines every 10 ms, without sync, and a counter in memory.
 const APPENDER: &str = "(i=0; while :; do i=$((i+1)); echo $i >> /root/lines; echo $i > /run/count; \
@@ -59,27 +63,6 @@ fn a_guest_is_captured_and_its_clone_goes_on_where_it_was() {
         assert_eq!(host.engine.snapshots().await.unwrap().len(), 1, "each capture replaced the one before");
         host.leaves_nothing().await;
     });
-}
-
-/// An unprivileged user, no capability, no way to gain one, system calls filtered, no socket or file of
-/// ours beyond what it needs.
-fn confined(pid: u32) {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let field = |name: &str| {
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_ascii_whitespace().skip(1).collect::<Vec<_>>().join(" ")
-    };
-    assert_eq!(field("Uid:"), ["3000001"; 4].join(" "));
-    assert_eq!(field("Gid:"), ["3000001"; 4].join(" "));
-    assert_eq!(field("Groups:"), "");
-    assert_eq!(field("CapEff:"), "0000000000000000");
-    assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), ("1".into(), "2".into()));
-    assert_eq!(std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim(), "500");
-    let databases = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().filter(|fd| {
-        let target = std::fs::read_link(fd.as_ref().unwrap().path()).unwrap_or_default();
-        target.to_string_lossy().contains("engine.db")
-    });
-    assert_eq!(databases.count(), 0, "QEMU holds the records");
 }
 
 #[test]
@@ -167,6 +150,7 @@ fn clones_have_an_address_each_and_no_frame_of_their_source() {
         let begun = Instant::now();
         let source = host.run("vm-a", 256 * MIB).await;
         println!("FIGURE boot with network {:?}", begun.elapsed());
+        without_network(source.pid);
         let old = address(&host, "vm-a").await;
         host.engine.save("vm-a", "base", "").await.unwrap();
         host.engine.remove("vm-a", true).await.unwrap();
@@ -177,6 +161,7 @@ fn clones_have_an_address_each_and_no_frame_of_their_source() {
             let begun = Instant::now();
             let vm = host.clone_of("base", name, CloneIdentity::New).await;
             println!("FIGURE clone with network {:?}", begun.elapsed());
+            without_network(vm.pid);
             let mac = &vm.network_configs[0].mac;
             assert_eq!(host.sh(name, "cat /sys/class/net/eth0/address").await, *mac);
             addresses.insert(address(&host, name).await);

@@ -2,7 +2,7 @@
 //!
 //! Entry point: [`launch`] (blocks). Invariants: QEMU's process notes itself in the run folder's pid
 //! file before it becomes QEMU, so no QEMU of ours is ever without a trace; it inherits exactly the
-//! descriptors on its command line.
+//! descriptors on its command line; its network namespace is empty.
 
 use std::{
     fs::{File, OpenOptions},
@@ -140,7 +140,6 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
         pid_file: Some(pid_file(run)?),
         cgroup: cgroup::create(&plan.id),
         oom_score_adj: b"500",
-        no_network: false,
         small_pages,
     };
     sys::spawn(command, confinement)?;

@@ -1,12 +1,14 @@
 //! Guest memory of a running QEMU: where it is mapped, and copies of it.
 //!
-//! Entry points: [`Ram::find`], [`Ram::is_private`], [`Ram::capture`], [`copy_sparse`]. All block.
-//! Invariant: a page of a private mapping is taken from the process whenever it is not plainly the
-//! base's own (present and file-backed, or never touched).
+//! Entry points: [`Ram::find`], [`Ram::is_private`], [`Ram::capture`], [`copy_sparse_until`]. All block; what
+//! copies does so in pieces and looks at its [`Stop`] before each. Invariants: a page of a private
+//! mapping is taken from the process whenever it is not plainly the base's own (present and
+//! file-backed, or never touched); nothing here grows with the size of the guest.
 
 use std::{
     fs::File,
     io,
+    ops::Range,
     os::unix::fs::{FileExt as _, MetadataExt as _},
     path::PathBuf,
 };
@@ -14,11 +16,15 @@ use std::{
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, ioctl_ficlone, seek};
 use serde::{Deserialize, Serialize};
 
+use super::limit::Stop;
 use crate::process::Process;
 
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 4096;
+/// Bytes that are copied at once.
 const BUFFER: usize = 1 << 20;
+/// Pages whose state is read at once: 64 KiB of `pagemap` for 32 MiB of memory.
+const PAGES: usize = 8192;
 const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;
 const FILE_BACKED: u64 = 1 << 61;
@@ -104,36 +110,48 @@ impl Ram {
     /// Bytes that a copy would hold at most.
     pub(crate) fn footprint(&self) -> io::Result<u64> {
         let mut bytes = self.file()?.metadata()?.blocks() * 512;
-        if self.is_private() {
-            for region in &self.regions {
-                let changed = changed_runs(&pagemap(self.process, region)?);
-                bytes += changed.iter().map(|(_, pages)| pages * PAGE as u64).sum::<u64>();
-            }
-        }
+        self.own_runs(&Stop::default(), |_, run| {
+            bytes += run.end - run.start;
+            Ok(())
+        })?;
         Ok(bytes)
     }
 
     /// Writes the memory into `out`, an empty file: sparse, of the full size.
-    pub(crate) fn capture(&self, out: &File, size: u64) -> io::Result<()> {
-        let base = self.file()?;
-        copy_sparse(&base, out, size)?;
+    pub(crate) fn capture(&self, out: &File, size: u64, stop: &Stop) -> io::Result<()> {
+        copy_sparse_until(&self.file()?, out, size, stop)?;
         if !self.is_private() {
             return Ok(());
         }
         let memory = File::open(format!("/proc/{}/mem", self.process.pid))?;
-        let mut buffer = vec![0; BUFFER];
+        let mut pieces = Pieces::new(out, true, stop);
+        self.own_runs(stop, |region, run| {
+            let at = region.offset + run.start;
+            pieces.copy(at..at + (run.end - run.start), |chunk, position| {
+                memory.read_exact_at(chunk, region.start + (position - region.offset))
+            })
+        })
+    }
+
+    /// Calls `each` with the byte ranges of a private mapping, from its start, that are the process' own.
+    fn own_runs(
+        &self,
+        stop: &Stop,
+        mut each: impl FnMut(&Region, Range<u64>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if !self.is_private() {
+            return Ok(());
+        }
+        let pagemap = File::open(format!("/proc/{}/pagemap", self.process.pid))?;
+        let page = PAGE as u64;
         for region in &self.regions {
-            for (first, pages) in changed_runs(&pagemap(self.process, region)?) {
-                let (from, to) = (first * PAGE as u64, (first + pages) * PAGE as u64);
-                let mut at = from;
-                while at < to {
-                    let length = usize::try_from(to - at).unwrap_or(BUFFER).min(BUFFER);
-                    let chunk = buffer.get_mut(..length).ok_or(io::ErrorKind::InvalidInput)?;
-                    memory.read_exact_at(chunk, region.start + at)?;
-                    put(out, chunk, region.offset + at, true)?;
-                    at += length as u64;
-                }
-            }
+            let read = |entries: &mut [u8], first: u64| {
+                stop.check()?;
+                pagemap.read_exact_at(entries, (region.start / page + first) * 8)
+            };
+            changed_runs((region.end - region.start) / page, PAGES, read, |run| {
+                each(region, run.start * page..run.end * page)
+            })?;
         }
         Ok(())
     }
@@ -143,54 +161,85 @@ fn map_file(process: Process, region: &Region) -> PathBuf {
     PathBuf::from(format!("/proc/{}/map_files/{}", process.pid, region.range))
 }
 
-fn pagemap(process: Process, region: &Region) -> io::Result<Vec<u8>> {
-    let page = PAGE as u64;
-    let length = usize::try_from((region.end - region.start) / page * 8).map_err(io::Error::other)?;
-    let mut entries = vec![0; length];
-    File::open(format!("/proc/{}/pagemap", process.pid))?
-        .read_exact_at(&mut entries, region.start / page * 8)?;
-    Ok(entries)
-}
-
-/// Runs of pages (first, count) that are the process' own. Unsure means taken.
-fn changed_runs(pagemap: &[u8]) -> Vec<(u64, u64)> {
-    let mut runs: Vec<(u64, u64)> = Vec::new();
-    for (page, entry) in pagemap.as_chunks::<8>().0.iter().enumerate() {
-        let entry = u64::from_le_bytes(*entry);
-        let own = entry & SWAPPED != 0 || (entry & PRESENT != 0 && entry & FILE_BACKED == 0);
-        if !own {
-            continue;
-        }
-        let page = page as u64;
-        match runs.last_mut() {
-            Some((first, count)) if *first + *count == page => *count += 1,
-            _ => runs.push((page, 1)),
+/// Runs of pages that are the process' own, of `pages` whose entries in `pagemap` are read from the page
+/// given, `piece` pages at once; a run ends with its piece. Unsure means taken.
+fn changed_runs(
+    pages: u64,
+    piece: usize,
+    read: impl Fn(&mut [u8], u64) -> io::Result<()>,
+    mut each: impl FnMut(Range<u64>) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut buffer = vec![0; piece * 8];
+    let mut first = 0;
+    while first < pages {
+        let count = usize::try_from(pages - first).unwrap_or(piece).min(piece);
+        let entries = buffer.get_mut(..count * 8).ok_or(io::ErrorKind::InvalidInput)?;
+        read(entries, first)?;
+        for run in entries.as_chunks::<8>().0.chunk_by(|a, b| is_own(*a) == is_own(*b)) {
+            let end = first + run.len() as u64;
+            if run.first().is_some_and(|entry| is_own(*entry)) {
+                each(first..end)?;
+            }
+            first = end;
         }
     }
-    runs
+    Ok(())
+}
+
+const fn is_own(entry: [u8; 8]) -> bool {
+    let entry = u64::from_le_bytes(entry);
+    entry & SWAPPED != 0 || (entry & PRESENT != 0 && entry & FILE_BACKED == 0)
 }
 
 /// Makes `to`, an empty file, a copy of the first `size` bytes of `from`: by reflink where the file
 /// system can, else data only, and of that only pages that are not zero.
 pub(crate) fn copy_sparse(from: &File, to: &File, size: u64) -> io::Result<()> {
+    copy_sparse_until(from, to, size, &Stop::default())
+}
+
+/// [`copy_sparse`], unless it is told to stop before its end.
+pub(crate) fn copy_sparse_until(from: &File, to: &File, size: u64, stop: &Stop) -> io::Result<()> {
+    stop.check()?;
     if from.metadata()?.len() == size && ioctl_ficlone(to, from).is_ok() {
         return Ok(());
     }
     to.set_len(size)?;
-    let mut buffer = vec![0; BUFFER];
+    let mut pieces = Pieces::new(to, false, stop);
     let mut at = 0;
     while let Some((start, end)) = next_data(from, at, size)? {
-        let mut position = start;
-        while position < end {
-            let length = usize::try_from(end - position).unwrap_or(BUFFER).min(BUFFER);
-            let chunk = buffer.get_mut(..length).ok_or(io::ErrorKind::InvalidInput)?;
-            from.read_exact_at(chunk, position)?;
-            put(to, chunk, position, false)?;
-            position += length as u64;
-        }
+        pieces.copy(start..end, |chunk, position| from.read_exact_at(chunk, position))?;
         at = end;
     }
     Ok(())
+}
+
+/// Copies into a file piece by piece.
+struct Pieces<'a> {
+    to: &'a File,
+    overwrite: bool,
+    stop: &'a Stop,
+    buffer: Vec<u8>,
+}
+
+impl<'a> Pieces<'a> {
+    /// `overwrite`: something else than a hole may stand there already.
+    fn new(to: &'a File, overwrite: bool, stop: &'a Stop) -> Self {
+        Self { to, overwrite, stop, buffer: vec![0; BUFFER] }
+    }
+
+    /// Fills `range` with what `read` gives for each position in it.
+    fn copy(&mut self, range: Range<u64>, read: impl Fn(&mut [u8], u64) -> io::Result<()>) -> io::Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            self.stop.check()?;
+            let length = usize::try_from(range.end - at).unwrap_or(BUFFER).min(BUFFER);
+            let chunk = self.buffer.get_mut(..length).ok_or(io::ErrorKind::InvalidInput)?;
+            read(chunk, at)?;
+            put(self.to, chunk, at, self.overwrite)?;
+            at += length as u64;
+        }
+        Ok(())
+    }
 }
 
 /// The next extent with data in `at..size`.
@@ -273,38 +322,113 @@ mod tests {
         assert!(read[3 * PAGE..].iter().all(|byte| *byte == 1));
     }
 
+    /// What `changed_runs` gives for these entries, its runs joined.
+    fn joined(entries: &[u64], piece: usize) -> Vec<Range<u64>> {
+        let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        let read = |to: &mut [u8], first: u64| {
+            let at = usize::try_from(first).unwrap() * 8;
+            assert!(to.len() <= piece * 8, "{} bytes at once", to.len());
+            to.copy_from_slice(&bytes[at..at + to.len()]);
+            Ok(())
+        };
+        changed_runs(entries.len() as u64, piece, read, |run| {
+            match runs.last_mut() {
+                Some(last) if last.end == run.start => last.end = run.end,
+                _ => runs.push(run),
+            }
+            Ok(())
+        })
+        .unwrap();
+        runs
+    }
+
+    /// The same over the whole map at once, page by page.
+    fn at_once(entries: &[u64]) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for (page, entry) in entries.iter().enumerate() {
+            if entry & SWAPPED == 0 && (entry & PRESENT == 0 || entry & FILE_BACKED != 0) {
+                continue;
+            }
+            let page = page as u64;
+            match runs.last_mut() {
+                Some(run) if run.end == page => run.end += 1,
+                _ => runs.push(page..page + 1),
+            }
+        }
+        runs
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn read_in_pieces_a_map_has_the_same_pages_as_at_once(
+            bits in proptest::collection::vec(0_u64..8, 0..300),
+            rest in 0_u64..1 << 55,
+            piece in 1_usize..80,
+        ) {
+            let entries: Vec<u64> = bits.iter().map(|bits| bits << 61 | rest).collect();
+            proptest::prop_assert_eq!(joined(&entries, piece), at_once(&entries));
+        }
+    }
+
     #[test]
     fn a_page_is_left_out_only_if_it_is_plainly_the_bases() {
-        let table = [
-            (0, false),
-            (PRESENT | FILE_BACKED, false),
-            (PRESENT, true),
-            (SWAPPED, true),
-            (SWAPPED | FILE_BACKED, true),
-            (PRESENT, true),
-        ];
-        let entries: Vec<u8> =
-            table.iter().flat_map(|(entry, _): &(u64, bool)| entry.to_le_bytes()).collect();
-        assert_eq!(changed_runs(&entries), vec![(2, 4)]);
+        let table = [0, PRESENT | FILE_BACKED, PRESENT, SWAPPED, SWAPPED | FILE_BACKED, PRESENT, FILE_BACKED];
+        for piece in [1, 2, 3, 7, PAGES] {
+            assert_eq!(joined(&table, piece), [2..6], "{piece} at once");
+        }
     }
 
     #[test]
     fn the_mapping_of_a_private_page_is_captured_over_its_base() {
+        // Longer than what is read of its state at once, and with a change across that border.
+        let pages = PAGES + 5;
+        let size = (pages * PAGE) as u64;
         let base = tempfile::tempfile().unwrap();
-        let size = 16 * PAGE as u64;
         base.set_len(size).unwrap();
         base.write_all_at(&[3; 2 * PAGE], 0).unwrap();
-        let map = crate::sys::PrivateMap::new(&base, usize::try_from(size).unwrap());
-        map.write(5 * PAGE, 8);
-        map.write(0, 0);
+        base.write_all_at(&[4; PAGE], size - PAGE as u64).unwrap();
+        let map = crate::sys::PrivateMap::new(&base, pages * PAGE);
+        for (page, byte) in [(0, 0), (5, 8), (PAGES - 1, 6), (PAGES, 7), (PAGES + 2, 9)] {
+            map.write(page * PAGE, byte);
+        }
         let me = Process::of_pid(std::process::id()).unwrap();
         let ram = Ram::find(me, FileId::of(&base).unwrap(), size).unwrap().unwrap();
         assert!(ram.is_private());
         let out = tempfile::tempfile().unwrap();
-        ram.capture(&out, size).unwrap();
-        let mut read = vec![1; usize::try_from(size).unwrap()];
+        ram.capture(&out, size, &Stop::default()).unwrap();
+        let mut read = vec![1; pages * PAGE];
         out.read_exact_at(&mut read, 0).unwrap();
-        assert_eq!((read[0], read[1], read[PAGE], read[5 * PAGE], read[6 * PAGE]), (0, 3, 3, 8, 0));
+        let seen = [0, 1, PAGE, 5 * PAGE, 6 * PAGE, (PAGES - 1) * PAGE, PAGES * PAGE, (PAGES + 2) * PAGE];
+        assert_eq!(seen.map(|at| read[at]), [0, 3, 3, 8, 0, 6, 7, 9]);
+        assert_eq!((read[(PAGES + 1) * PAGE], read[(PAGES + 4) * PAGE]), (0, 4));
+        let base_bytes = base.metadata().unwrap().blocks() * 512;
+        assert_eq!(ram.footprint().unwrap(), base_bytes + 5 * PAGE as u64);
+    }
+
+    #[tokio::test]
+    async fn a_copy_from_a_slow_source_ends_with_its_limit_and_writes_no_more() {
+        let out = tempfile::NamedTempFile::new().unwrap();
+        let (to, path) = (out.reopen().unwrap(), out.path().to_owned());
+        let work = move |stop: &Stop| {
+            let _partial = out;
+            Pieces::new(&to, false, stop).copy(0..64 << 30, |chunk, _| {
+                chunk.fill(1);
+                std::thread::sleep(std::time::Duration::from_millis(10));
+                Ok(())
+            })
+        };
+        let limit = std::time::Duration::from_millis(100);
+        let error = crate::qemu::limit::limited("copying memory of VM a", limit, work).await.unwrap_err();
+        assert_eq!(error.to_string(), "copying memory of VM a");
+        // The file that the work owned goes when the work does.
+        for _ in 0..500 {
+            if !path.exists() {
+                return;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+        panic!("the copy goes on");
     }
 
     #[test]

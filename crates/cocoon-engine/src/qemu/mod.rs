@@ -2,7 +2,9 @@
 
 pub(crate) mod command;
 pub(crate) mod launch;
+pub(crate) mod limit;
 pub(crate) mod machine;
 pub(crate) mod memory;
 pub(crate) mod qmp;
+pub(crate) mod tool;
 pub(crate) mod version;

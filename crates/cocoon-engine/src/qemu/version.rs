@@ -9,19 +9,21 @@ use std::{
     os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
     path::Path,
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use rusqlite::{OptionalExtension as _, params};
 use serde::{Deserialize, Serialize};
 
-use super::machine::{Accelerator, CPU_MODEL};
+use super::{
+    limit::Stop,
+    machine::{Accelerator, CPU_MODEL},
+    tool::Tool,
+};
 use crate::{
     db::Db,
     error::{BringUpError, Fault},
-    process::Process,
     records::FIRST_UID,
-    sys,
 };
 
 /// The device.
@@ -30,6 +32,8 @@ const KVM: &str = "/dev/kvm";
 const PROBE_UID: u32 = FIRST_UID - 1;
 /// How long a boot sector may take under KVM.
 const PROBE_LIMIT: Duration = Duration::from_secs(2);
+/// How long QEMU may take to say its version; the first time, it comes from a cold disk.
+const VERSION_LIMIT: Duration = Duration::from_secs(30);
 /// QEMU releases with which the private mapping was tested, by `major.minor`.
 const TESTED_FOR_PRIVATE_MEMORY: [&str; 1] = ["7.2"];
 /// The probe's answer at the debug port, and the exit status that QEMU makes of it.
@@ -138,15 +142,24 @@ fn missing(qemu: &Path) -> BringUpError {
 }
 
 fn find(qemu: &Path) -> Result<Facts, BringUpError> {
-    let output = Command::new(qemu).arg("--version").output().map_err(|_| missing(qemu))?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let version = parse_version(&text)
+    let said =
+        ask_version(qemu).map_err(|error| Fault::new(format!("{} --version", qemu.display()), error))?;
+    let version = parse_version(&said)
         .ok_or_else(|| Fault::new(format!("{} --version", qemu.display()), "no version in its answer"))?;
     let machine = format!("pc-q35-{}", release(&version));
     let kvm = Path::new(KVM).exists() && kvm_boots(qemu, &machine);
     let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
     tracing::info!(qemu = %version, accelerator = accelerator.name(), "looked at this host's QEMU");
     Ok(Facts { version, accelerator })
+}
+
+/// What QEMU says of itself, asked as confined as guests are.
+fn ask_version(qemu: &Path) -> std::io::Result<String> {
+    let mut command = Command::new(qemu);
+    command.arg("--version").env_clear().current_dir("/").stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut tool = Tool::start(command, PROBE_UID, None, Vec::new())?;
+    tool.wait(&Stop::after(VERSION_LIMIT))?;
+    tool.said()
 }
 
 fn parse_version(text: &str) -> Option<String> {
@@ -184,30 +197,13 @@ fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
     command.args(["-machine", &format!("{machine},accel=kvm"), "-cpu", &format!("{CPU_MODEL},enforce")]);
     command.args(["-device", "isa-debug-exit,iobase=0xf4,iosize=0x01", "-drive"]);
     command.arg(format!("if=ide,format=raw,read-only=on,file=/proc/self/fd/{}", disk.as_raw_fd()));
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let confinement = sys::Confinement {
-        uid: PROBE_UID,
-        group: kvm_group(),
-        keep: vec![disk.into()],
-        pid_file: None,
-        cgroup: None,
-        oom_score_adj: b"500",
-        no_network: true,
-        small_pages: false,
-    };
-    let mut child = sys::spawn(command, confinement)?;
-    let deadline = Instant::now() + PROBE_LIMIT;
-    while Instant::now() < deadline {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status.code() == Some(PROBE_STATUS));
-        }
-        std::thread::sleep(Duration::from_millis(10));
+    command.env_clear().current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
+    let mut tool = Tool::start(command, PROBE_UID, kvm_group(), vec![disk.into()])?;
+    match tool.wait(&Stop::after(PROBE_LIMIT)) {
+        Ok(status) => Ok(status.code() == Some(PROBE_STATUS)),
+        Err(error) if error.kind() == std::io::ErrorKind::TimedOut => Ok(false),
+        Err(error) => Err(error),
     }
-    if let Some(process) = Process::of_pid(child.id()) {
-        process.kill(Duration::from_secs(5))?;
-    }
-    child.wait()?;
-    Ok(false)
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use std::{
 };
 
 use cocoon_oci::snapshot::{Empty, Envelope};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{Shared, blocking, clone::capabilities, connect, monitor};
 use crate::{
@@ -22,9 +22,11 @@ use crate::{
     engine::MemoryRecipe,
     error::{ChangeError, Fault},
     model::{Snapshot, VmState},
+    paths::open_read,
     process::Process,
     qemu::{
-        memory::{Ram, copy_sparse},
+        limit::{Stop, limit, limited},
+        memory::{Ram, copy_sparse_until},
         qmp::{Qmp, QmpError},
         version::Facts,
     },
@@ -35,6 +37,7 @@ use crate::{
         },
         store::Stage,
     },
+    sys::write_out,
 };
 
 /// How long the device state may take to be written, while the guest stands still.
@@ -43,6 +46,8 @@ const STATE_LIMIT: Duration = Duration::from_secs(60);
 const STREAM_PACE: u64 = 64 << 20;
 /// Room beside what is counted: device state, metadata, what the guest touches until it stops.
 const SLACK: u64 = 64 << 20;
+/// Bytes that are written out at once.
+const SYNC_PIECE: u64 = 16 << 20;
 /// Longest snapshot name.
 const MAX_NAME: usize = 255;
 /// The overlay's copy while a snapshot is in the making.
@@ -74,7 +79,7 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
         _ => return Err(ChangeError::NotRunning(name)),
     };
     let facts = shared.facts().await.map_err(|error| Fault::new(format!("VM {name}"), error))?;
-    let job = Job::new(shared, &record, process, facts, &wish).await?;
+    let mut job = Job::new(shared, &record, process, facts, &wish).await?;
     let job = blocking("free space of the snapshot store", move || {
         let enough = job.room();
         Ok::<_, io::Error>(enough.map(|()| job))
@@ -125,6 +130,9 @@ struct Job {
     id: String,
     stage: Stage,
     size: u64,
+    /// Bytes that the copy of the memory will hold, and all files of the disk; set by [`Job::room`].
+    memory_bytes: u64,
+    disk_bytes: u64,
     ram: Ram,
     description: Description,
     cow: Vec<PathBuf>,
@@ -153,6 +161,8 @@ impl Job {
             stage: shared.snapshots.stage(&id)?,
             id,
             size: machine.memory,
+            memory_bytes: 0,
+            disk_bytes: 0,
             ram,
             description: Description {
                 format: FORMAT,
@@ -172,21 +182,25 @@ impl Job {
         self.stage.folder().join(name)
     }
 
-    /// Refuses before the guest stops if the disk cannot hold what will be written.
-    fn room(&self) -> Result<(), ChangeError> {
+    /// Counts what will be written, and refuses before the guest stops if the disk cannot hold it.
+    fn room(&mut self) -> Result<(), ChangeError> {
+        let fault = |error| Fault::new("free space of the snapshot store", error);
+        self.count().map_err(fault)?;
+        // The disk once as the result, and the overlay's copy on the way.
+        let needed = self.memory_bytes + 2 * self.disk_bytes + SLACK;
         let folder = self.stage.folder();
-        let count = || -> io::Result<(u64, u64)> {
-            let mut needed = self.ram.footprint()? + SLACK;
-            for path in &self.cow {
-                // Once as the result, and the overlay's copy on the way.
-                needed += std::fs::metadata(path)?.blocks() * 512 * 2;
-            }
-            Ok((needed, free(folder)?))
-        };
-        let (needed, free) =
-            count().map_err(|error| Fault::new("free space of the snapshot store", error))?;
+        let free = free(folder).map_err(fault)?;
         if needed > free {
             return Err(ChangeError::DiskFull { folder: folder.display().to_string(), needed, free });
+        }
+        Ok(())
+    }
+
+    fn count(&mut self) -> io::Result<()> {
+        self.memory_bytes = self.ram.footprint()?;
+        self.disk_bytes = 0;
+        for path in &self.cow {
+            self.disk_bytes += std::fs::metadata(path)?.blocks() * 512;
         }
         Ok(())
     }
@@ -230,13 +244,16 @@ async fn take(
     let limit = state_limit(ranges, job.size);
     freeze(qmp, &state, ranges, limit).await.map_err(|error| monitor(&name, "capturing the state", error))?;
     let frozen = begun.elapsed();
-    let (job, overlay) = copied(&name, job, goes_on).await?;
+    let mut job = remembered(&name, job).await?;
+    let mut overlay = None;
     if goes_on {
+        (job, overlay) = set_aside(&name, job).await?;
         resume(shared, record, qmp).await?;
     }
     let paused = begun.elapsed();
-    disk::flatten(overlay, job.cow.clone(), job.at(COW), job.uid).await?;
-    let snapshot = described(shared, record, &job, wish).await?;
+    let job = flattened(&name, job, overlay, !goes_on).await?;
+    let snapshot = described(shared, record, &job, wish);
+    let job = written(&name, job, sidecar(record), wish, !goes_on).await?;
     let published = shared.snapshots.publish(job.stage, snapshot, wish.keep_paused).await?;
     record.captured_as = (!goes_on).then(|| job.id.clone());
     record.vm.snapshot_ids.insert(job.id, Empty {});
@@ -271,27 +288,69 @@ async fn freeze(qmp: &mut Qmp, state: &Path, ranges: bool, limit: Duration) -> R
     done
 }
 
-/// Copies memory, and for a guest that goes on at once also the disk's top file.
-async fn copied(name: &str, job: Job, goes_on: bool) -> Result<(Job, Option<PathBuf>), Fault> {
-    blocking(&format!("copying memory of VM {name}"), move || {
-        if job.description.memory_mode == MemoryMode::Ranges {
-            job.ram.capture(&File::create_new(job.at(MEMORY_RANGES))?, job.size)?;
-        }
-        let top = job.cow.first().filter(|_| goes_on);
-        let copy = match top {
-            None => None,
-            Some(top) => {
-                let (from, path) = (File::open(top)?, job.at(OVERLAY));
-                copy_sparse(&from, &File::create_new(&path)?, from.metadata()?.len())?;
-                Some(path)
-            }
-        };
-        Ok::<_, io::Error>((job, copy))
+/// Copies memory, unless the stream has it.
+async fn remembered(name: &str, job: Job) -> Result<Job, Fault> {
+    if job.description.memory_mode != MemoryMode::Ranges {
+        return Ok(job);
+    }
+    let limit = limit(job.memory_bytes, true);
+    limited(&format!("copying memory of VM {name}"), limit, move |stop| {
+        job.ram.capture(&File::create_new(job.at(MEMORY_RANGES))?, job.size, stop)?;
+        Ok(job)
     })
     .await
 }
 
-async fn described(shared: &Shared, record: &Record, job: &Job, wish: &Wish) -> Result<Snapshot, Fault> {
+/// Copies the disk's top file, which a guest that goes on writes to.
+async fn set_aside(name: &str, job: Job) -> Result<(Job, Option<PathBuf>), Fault> {
+    let limit = limit(job.disk_bytes, true);
+    limited(&format!("copying the disk of VM {name}"), limit, move |stop| {
+        let Some(top) = job.cow.first() else { return Ok((job, None)) };
+        let (from, path) = (open_read(top)?, job.at(OVERLAY));
+        copy_sparse_until(&from, &File::create_new(&path)?, from.metadata()?.len(), stop)?;
+        Ok((job, Some(path)))
+    })
+    .await
+}
+
+/// Makes one file of the disk's chain.
+async fn flattened(name: &str, job: Job, overlay: Option<PathBuf>, frozen: bool) -> Result<Job, Fault> {
+    let limit = limit(job.disk_bytes, frozen);
+    limited(&format!("making one file of the disk of VM {name}"), limit, move |stop| {
+        disk::flatten(overlay.as_deref(), &job.cow, &job.at(COW), job.uid, stop)?;
+        Ok(job)
+    })
+    .await
+}
+
+/// Puts the descriptions beside memory and disk, and all of it on the disk for good.
+async fn written(name: &str, job: Job, sidecar: Value, wish: &Wish, frozen: bool) -> Result<Job, Fault> {
+    let limit = limit(job.memory_bytes + job.disk_bytes, frozen);
+    limited(&format!("writing out snapshot {} of VM {name}", wish.name), limit, move |stop| {
+        std::fs::write(job.at(QEMU_JSON), serde_json::to_vec_pretty(&job.description)?)?;
+        std::fs::write(job.at(COCOON_JSON), serde_json::to_vec_pretty(&sidecar)?)?;
+        for entry in std::fs::read_dir(job.stage.folder())? {
+            sync_until(&open_read(&entry?.path())?, stop)?;
+        }
+        Ok(job)
+    })
+    .await
+}
+
+/// Makes a file durable piece by piece: nothing ends a system call that writes gigabytes.
+fn sync_until(file: &File, stop: &Stop) -> io::Result<()> {
+    let length = file.metadata()?.len();
+    let mut at = 0;
+    while at < length {
+        stop.check()?;
+        write_out(file, at, SYNC_PIECE.min(length - at))?;
+        at += SYNC_PIECE;
+    }
+    stop.check()?;
+    file.sync_all()
+}
+
+fn described(shared: &Shared, record: &Record, job: &Job, wish: &Wish) -> Snapshot {
     let config = &record.vm.config;
     let envelope = Envelope {
         id: job.id.clone(),
@@ -309,20 +368,17 @@ async fn described(shared: &Shared, record: &Record, job: &Job, wish: &Wish) -> 
         network: config.network.clone(),
         windows: false,
     };
-    let sidecar = json!({
+    Snapshot { envelope, created_at: shared.world.now(), folder: PathBuf::new() }
+}
+
+/// What other engines read beside a snapshot.
+fn sidecar(record: &Record) -> Value {
+    json!({
         "storage_configs": record.vm.storage_configs,
         "boot_config": {
             "kernel_path": record.boot.kernel, "initrd_path": record.boot.initrd, "cmdline": record.boot.cmdline,
         },
-    });
-    let (qemu, cocoon) = (job.at(QEMU_JSON), job.at(COCOON_JSON));
-    let description = job.description.clone();
-    blocking(&format!("description of snapshot {}", wish.name), move || {
-        std::fs::write(qemu, serde_json::to_vec_pretty(&description)?)?;
-        std::fs::write(cocoon, serde_json::to_vec_pretty(&sidecar)?)
     })
-    .await?;
-    Ok(Snapshot { envelope, created_at: shared.world.now(), folder: PathBuf::new() })
 }
 
 /// Lets the guest of a connected monitor go on, and writes that down.

@@ -3,6 +3,8 @@
 //! Entry points: [`on_a_fresh_host`], [`Host`]. A test runs itself again under `unshare -n`, so that the
 //! machine's own network is never touched.
 
+pub(crate) mod confinement;
+
 use std::{
     future::Future,
     net::Ipv4Addr,
