@@ -1,8 +1,9 @@
 //! Rule (a) of "one life of a hibernate tag": the tag goes once its pod is live and ready again.
 //!
 //! Entry point: [`run`]. The decision is [`may_drop`], a pure function. Invariants: a tag is deleted
-//! only if the snapshot behind it is the one that the pod says it woke from (I3), and a registry that
-//! cannot be asked changes nothing (I5). A registry that refuses deletions gets an empty manifest
+//! only if it is the pod's own (its VM name follows from namespace and name, whatever the annotation says) and
+//! the snapshot behind it is the one that the pod says it woke from (I3); a registry that cannot be asked
+//! changes nothing (I5). A registry that refuses deletions gets an empty manifest
 //! annotated as consumed instead.
 
 use std::{
@@ -13,7 +14,8 @@ use std::{
 
 use cocoon_kit::{backoff::Backoff, world::World};
 use cocoon_meta::{
-    HibernateState, LifecycleState, LifecycleStatus, VmSpec, is_pod_ready, vm_live, woken_from,
+    HibernateState, LifecycleState, LifecycleStatus, VmSpec, is_pod_ready, vm_live, vm_name_for_pod,
+    woken_from,
 };
 use cocoon_oci::{
     registry::{Registry, RegistryError},
@@ -50,7 +52,9 @@ pub struct Consumed {
     pub woken_from: String,
 }
 
-/// Whether this pod has consumed its tag: managed, live, ready, not asked to hibernate, not going away.
+/// Whether this pod has consumed its tag: managed, live, ready, not asked to hibernate, not going away, and the
+/// VM's name its own. The older unhashed name is refused: whether a node adopted the VM is not to be seen here,
+/// and another pod could have the same.
 #[must_use]
 pub fn may_drop(pod: &Pod) -> Option<Consumed> {
     let spec = VmSpec::parse(pod);
@@ -60,8 +64,13 @@ pub fn may_drop(pod: &Pod) -> Option<Consumed> {
         && LifecycleStatus::read(pod).state == LifecycleState::Ready
         && !HibernateState::read(pod).0
         && pod.metadata.deletion_timestamp.is_none();
-    (spec.managed && settled && !spec.vm_name.is_empty())
+    (spec.managed && settled && owns_name(pod, &spec))
         .then_some(Consumed { vm_name: spec.vm_name, woken_from })
+}
+
+fn owns_name(pod: &Pod, spec: &VmSpec) -> bool {
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    spec.vm_name == vm_name_for_pod(namespace, &pod.name_any())
 }
 
 /// Watches all pods and drops consumed tags until `shutdown`.
@@ -218,11 +227,14 @@ pub async fn drop_tag(registry: &dyn Registry, consumed: &Consumed) -> Result<bo
 mod tests {
     use super::*;
 
+    /// The VM name of the pod `ns/a`.
+    const NAME_OF_A: &str = "vk-ns-a-09ac74";
+
     /// A pod that has consumed its tag, with `change` applied to its JSON.
     fn pod(change: impl FnOnce(&mut serde_json::Value)) -> Pod {
         let mut pod = serde_json::json!({
             "metadata": {"name": "a", "namespace": "ns", "annotations": {
-                "vm.cocoonstack.io/name": "vk-ns-a-000000",
+                "vm.cocoonstack.io/name": NAME_OF_A,
                 "vm.cocoonstack.io/id": "VM",
                 "vm.cocoonstack.io/woken-from": "SNAP",
                 "vm.cocoonstack.io/lifecycle-state": "ready",
@@ -275,13 +287,21 @@ mod tests {
     #[test]
     fn a_live_ready_woken_pod_has_consumed_its_tag() {
         let consumed = may_drop(&pod(|_| {})).unwrap();
-        assert_eq!(consumed, Consumed { vm_name: "vk-ns-a-000000".into(), woken_from: "SNAP".into() });
+        assert_eq!(consumed, Consumed { vm_name: NAME_OF_A.into(), woken_from: "SNAP".into() });
     }
 
     #[test]
     fn a_tag_stays_while_anything_about_the_pod_is_unsettled() {
         type Change = fn(&mut serde_json::Value);
-        let unsettled: [(&str, Change); 7] = [
+        let unsettled: [(&str, Change); 10] = [
+            ("another pod's vm", |pod| {
+                pod["metadata"]["annotations"]["vm.cocoonstack.io/name"] =
+                    cocoon_meta::vm_name_for_pod("ns", "b").into()
+            }),
+            ("a name without its hash", |pod| {
+                pod["metadata"]["annotations"]["vm.cocoonstack.io/name"] = "vk-ns-a".into()
+            }),
+            ("no vm name", |pod| pod["metadata"]["annotations"]["vm.cocoonstack.io/name"] = "".into()),
             ("unmanaged", |pod| {
                 pod["metadata"]["annotations"]["cocoonset.cocoonstack.io/managed"] = "no".into()
             }),

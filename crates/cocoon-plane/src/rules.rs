@@ -65,8 +65,9 @@ pub(crate) fn prepare_create(
     if kind.status && !kind.keeps_status {
         json::map(value).remove("status");
     }
-    (kind.hooks.create)(value);
+    // What is decided at creation rests on the defaults: a pod's class on its requests.
     (kind.hooks.default)(value);
+    (kind.hooks.create)(value);
     let mut causes = Causes::default();
     check_name(kind, value, &mut causes);
     validate::metadata(value, &mut causes);

@@ -1,7 +1,8 @@
 //! Removes objects whose owners are gone.
 //!
 //! Entry points: [`run`] and the pure [`judge`]. An owner of a kind that this plane does not serve counts
-//! as present: nothing is removed on a guess. Foreground and orphaning deletes end here, too.
+//! as present, and so does an owner in a namespace of an object that has none, which no reference can name:
+//! nothing is removed on a guess. Foreground and orphaning deletes end here, too.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -53,6 +54,9 @@ fn owner(store: &Store, namespace: &str, reference: &Value) -> Owner {
     let Some(kind) = by_kind(text(reference, "/apiVersion"), text(reference, "/kind")) else {
         return Owner::Present;
     };
+    if kind.namespaced && namespace.is_empty() {
+        return Owner::Present;
+    }
     let found = store.by_uid(text(reference, "/uid")).filter(|owner| {
         owner.key.table == kind.table
             && &*owner.key.name == text(reference, "/name")
@@ -212,6 +216,11 @@ async fn release(inner: &Inner, object: &Object, value: &Value) -> Result<(), Ap
     }
     if has_finalizer(value, FOREGROUND) {
         let blocks = |dependent: &&Arc<Object>| {
+            // One that cannot be this object's dependent never goes with it, so it is not waited for.
+            let (here, there) = (&object.key.namespace, &dependent.key.namespace);
+            if !here.is_empty() && here != there {
+                return false;
+            }
             let value = dependent.value();
             let own = |r: &&Value| text(r, "/uid") == &*object.uid;
             list(&value, "/metadata/ownerReferences")
@@ -257,6 +266,33 @@ mod tests {
         let kept = inner.objects.find(kind, "default", "a").unwrap();
         delete(&inner, &kept).await.unwrap();
         assert!(inner.objects.find(kind, "default", "a").is_none());
+    }
+
+    #[tokio::test]
+    async fn an_object_of_the_cluster_outlives_whatever_in_a_namespace_it_names_as_owner() {
+        let inner = testing::inner().await;
+        let (maps, spaces) = (by_table("configmaps").unwrap(), by_table("namespaces").unwrap());
+        let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "o" } });
+        let options = WriteOptions::default();
+        let owner = inner.objects.create(maps, "default", map, options).await.unwrap().object;
+        let key = |name: &str| Key::new(spaces.table, "", name);
+        for (name, uid) in [("living", &*owner.uid), ("gone", "nobody")] {
+            let named = json!([{
+                "apiVersion": "v1", "kind": "ConfigMap", "name": "o", "uid": uid, "blockOwnerDeletion": true,
+            }]);
+            let space = json!({
+                "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name, "ownerReferences": named },
+            });
+            inner.objects.create(spaces, "", space, options).await.unwrap();
+            examine(&inner, &key(name)).await.unwrap();
+            assert!(inner.objects.find(spaces, "", name).is_some_and(|space| !space.deleting), "{name}");
+        }
+        let foreground = DeleteOptions { propagation: Propagation::Foreground, ..DeleteOptions::default() };
+        inner.objects.delete(maps, "default", "o", &foreground).await.unwrap();
+        examine(&inner, &owner.key).await.unwrap();
+        assert!(inner.objects.find(maps, "default", "o").is_none(), "it waits for no such dependent");
+        examine(&inner, &key("living")).await.unwrap();
+        assert!(inner.objects.find(spaces, "", "living").is_some_and(|space| !space.deleting));
     }
 
     #[test]

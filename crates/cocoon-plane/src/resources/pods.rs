@@ -413,18 +413,39 @@ mod tests {
         causes.0.into_iter().map(|cause| cause.field).collect()
     }
 
+    /// The pod as a client's create leaves it.
+    fn created(resources: Value) -> Value {
+        let containers = json!([{ "name": "a", "image": "x", "resources": resources }]);
+        let mut pod = json!({ "metadata": { "name": "a" }, "spec": { "containers": containers } });
+        let kind = crate::resources::by_table("pods").unwrap();
+        normalize(&mut pod);
+        let now = jiff::Timestamp::UNIX_EPOCH;
+        crate::rules::prepare_create(kind, &mut pod, "default", "u".into(), now).unwrap();
+        pod
+    }
+
     #[test]
     fn a_limit_without_a_request_asks_for_the_limit_and_decides_the_class() {
-        let mut guaranteed = pod(json!({ "containers": [
-            { "name": "a", "image": "x:1", "resources": { "limits": { "cpu": 1, "memory": "1Gi" } } }
-        ] }));
-        create(&mut guaranteed);
-        assert_eq!(text(&guaranteed, "/status/qosClass"), "Guaranteed");
-        assert_eq!(Requests::of(&guaranteed).0["cpu"], 1000);
-        let mut plain = pod(json!({ "containers": [{ "name": "a", "image": "x" }] }));
-        create(&mut plain);
-        assert_eq!(text(&plain, "/status/qosClass"), "BestEffort");
-        assert_eq!(text(&plain, "/spec/containers/0/imagePullPolicy"), "Always");
+        for (resources, class) in [
+            (json!({}), "BestEffort"),
+            (json!({ "limits": { "cpu": 1, "memory": "1Gi" } }), "Guaranteed"),
+            (
+                json!({ "limits": { "cpu": "1", "memory": "1Gi" }, "requests": { "cpu": "1000m" } }),
+                "Guaranteed",
+            ),
+            (
+                json!({ "limits": { "cpu": "1", "memory": "1Gi" }, "requests": { "cpu": "500m" } }),
+                "Burstable",
+            ),
+            (json!({ "limits": { "cpu": "1" } }), "Burstable"),
+            (json!({ "requests": { "cpu": "1", "memory": "1Gi" } }), "Burstable"),
+        ] {
+            let pod = created(resources.clone());
+            assert_eq!(text(&pod, "/status/qosClass"), class, "{resources}");
+            assert_eq!(text(&pod, "/spec/containers/0/imagePullPolicy"), "Always");
+        }
+        let limited = created(json!({ "limits": { "cpu": 1, "memory": "1Gi" } }));
+        assert_eq!(Requests::of(&limited).0["cpu"], 1000);
     }
 
     #[test]

@@ -61,7 +61,7 @@ fn scale(suffix: &str) -> Option<(i128, i128)> {
         _ => {
             let exponent: i32 = suffix.strip_prefix(['e', 'E'])?.parse().ok()?;
             let size = 10_i128.checked_pow(exponent.unsigned_abs().min(19))?;
-            if exponent.abs() > 18 {
+            if exponent.unsigned_abs() > 18 {
                 None
             } else if exponent < 0 {
                 Some((1, size))
@@ -130,6 +130,8 @@ mod tests {
             ("1 Gi", None),
             ("--1", None),
             ("1e99", None),
+            ("1e-2147483648", None),
+            ("1e2147483648", None),
         ] {
             assert_eq!(milli(text), wanted, "{text}");
         }
@@ -139,6 +141,13 @@ mod tests {
         #[test]
         fn any_text_is_read_or_refused(text in ".{0,30}") {
             let _ = milli(&text);
+        }
+
+        #[test]
+        fn any_exponent_is_read_or_refused(number in "[+-]?[0-9.]{0,20}", exponent: i32) {
+            for exponent in [exponent, exponent % 20, i32::MIN, i32::MAX] {
+                let _ = milli(&format!("{number}e{exponent}"));
+            }
         }
     }
 }
