@@ -18,7 +18,7 @@ pub struct NetArgs {
 enum NetCommand {
     /// Serve DHCP on the bridge that `network.json` of the state folder describes; makes the bridge.
     #[command(
-        after_help = "Example:\n  cocoon net daemon --state-dir /var/lib/cocoon/net\n\nExit codes: 0 ended by a signal, 1 failed."
+        after_help = "Example:\n  cocoon net daemon --state-dir /var/lib/cocoon/net\n\nExit status: 0 ended by a signal, 1 failed."
     )]
     Daemon {
         /// Folder with `network.json`, `leases.json`, lock and log.
@@ -26,7 +26,7 @@ enum NetCommand {
         state_dir: PathBuf,
     },
     /// Remove bridge, rules and leases, and restore the sysctls that were changed.
-    #[command(after_help = "Example:\n  cocoon net teardown\n\nExit codes: 0 nothing is left, 1 failed.")]
+    #[command(after_help = "Example:\n  cocoon net teardown\n\nExit status: 0 nothing is left, 1 failed.")]
     Teardown {
         /// Also while VMs are attached: they lose their network.
         #[arg(long)]

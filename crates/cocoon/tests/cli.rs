@@ -44,6 +44,8 @@ fn exit_status_stdout_and_phrases_are_those_of_the_contract() {
         ("snapshot list -o json", 0, "No snapshots found.\n", ""), // eng-0005
         ("image list -o json", 0, "No images found.\n", ""),       // eng-0006
         ("vm list -o yaml", 0, "No VMs found.\n", ""),             // eng-0010
+        ("snapshot list -o yaml", 0, "No snapshots found.\n", ""), // eng-0011
+        ("image list -o yaml", 0, "No images found.\n", ""),       // eng-0012
         ("snapshot list --vm nope", 1, "", "VM not found"),        // eng-0015
         ("vm rm nope", 1, "", "VM not found"),                     // eng-0018
         ("vm rm --force nope", 1, "", "VM not found"),             // eng-0019
@@ -91,6 +93,80 @@ fn exit_status_stdout_and_phrases_are_those_of_the_contract() {
 }
 
 #[test]
+fn commands_that_make_nothing_make_no_data_folder() {
+    for (line, code, stdout, phrase) in [
+        ("vm list", 0, "No VMs found.\n", "--root-dir"),
+        ("snapshot list", 0, "No snapshots found.\n", "--root-dir"),
+        ("image list -o json", 0, "No images found.\n", "--root-dir"),
+        ("gc", 0, "", "gc: 0 removed"),
+        ("vm inspect nope", 1, "", "VM not found"),
+        ("vm logs nope", 1, "", "VM not found"),
+        ("vm exec nope -- true", 1, "", "VM not found"),
+        ("vm start nope", 1, "", "VM not found"),
+        ("vm stop nope", 1, "", "VM not found"),
+        ("vm rm --force nope", 1, "", "VM not found"),
+        ("vm clone --name x nope", 1, "", "snapshot not found"),
+        ("vm run --name x nope", 1, "", "not resolved"),
+        ("snapshot inspect nope", 1, "", "snapshot not found"),
+        ("snapshot save nope", 1, "", "VM not found"),
+        ("snapshot list --vm nope", 1, "", "VM not found"),
+        ("snapshot rm nope", 1, "", "snapshot not found"),
+        ("image inspect nope", 1, "", "not found in any backend"),
+        ("image rm nope", 1, "", "not found in any backend"),
+        ("version", 0, "Version", ""),
+    ] {
+        let host = Host::new();
+        let done = host.run(line);
+        let (out, err) = (text(&done.stdout), text(&done.stderr));
+        assert_eq!(done.status.code(), Some(code), "{line}: {err}");
+        assert!(out.starts_with(stdout) && err.contains(phrase), "{line}: {out} {err}");
+        let left: Vec<_> = std::fs::read_dir(host.folder.path()).expect("the folder").collect();
+        assert!(left.is_empty(), "{line} made {left:?}");
+    }
+}
+
+/// As the node agent of a pod that boots `demo:1` would have written it.
+fn own(host: &Host) {
+    let record = serde_json::json!({
+        "vm_name": "vk-default-demo-0-8aaf2c", "namespace": "default", "pod": "demo-0", "uid": "u", "image": "demo:1",
+        "snapshot_on_delete": true, "keep_snapshot": false, "annotations": {}, "phase": "Up", "vm_id": "VMID",
+        "macs": [], "accepted": "2026-01-02T03:04:05Z", "started": null, "restarts": 0, "last_restart": null,
+        "restart_pending": false, "written": null, "woken_from": null, "woken_ready": false, "import_left": false,
+    });
+    let records = cocoon_node::ports::real::SqliteRecords::open(&host.folder.path().join("root/node.db"));
+    let record = serde_json::from_value(record).expect("a record");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let put = async { cocoon_node::ports::Records::put(&records.expect("the records"), &record).await };
+    runtime.block_on(put).expect("written");
+}
+
+#[test]
+fn what_a_pod_needs_is_removed_with_force_only_and_then_not_silently() {
+    let host = Host::new();
+    let tar = host.folder.path().join("l.tar").display().to_string();
+    let made = Command::new("tar").args(["-cf", &tar, "-C", "/etc", "hostname"]).status();
+    assert!(made.expect("tar is missing; apt-get install tar").success());
+    for name in ["demo:1", "other:1"] {
+        assert!(host.run(&format!("image import {name} {tar}")).status.success());
+    }
+    own(&host);
+    let refused = host.run("image rm other:1 demo:1");
+    let said = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1));
+    for words in ["Error: image demo:1", "default/demo-0", "kubectl delete pod -n default demo-0", "--force"]
+    {
+        assert!(said.contains(words), "{said}");
+    }
+    assert!(host.run("image inspect other:1").status.success(), "one that is refused keeps all");
+    let done = host.run("image rm other:1");
+    assert!(done.status.success());
+    assert_eq!(text(&done.stderr), "removed other:1\n", "without an owner nothing is said");
+    let done = host.run("image rm --force demo:1");
+    assert!(done.status.success());
+    assert!(text(&done.stderr).starts_with("warning: image demo:1"), "{}", text(&done.stderr));
+}
+
+#[test]
 fn help_and_version_are_data() {
     let host = Host::new();
     for (line, word) in [
@@ -123,6 +199,12 @@ fn an_image_is_imported_listed_and_removed() {
     let image: serde_json::Value =
         serde_json::from_slice(&host.run("image inspect demo:1").stdout).expect("JSON");
     assert_eq!((&image["name"], &image["type"]), (&"demo:1".into(), &"oci".into()));
+    for format in ["yaml", "wide", "JSON"] {
+        let refused = host.run(&format!("image list -o {format}"));
+        let said = text(&refused.stderr);
+        assert_eq!((refused.status.code(), refused.stdout.len()), (Some(1), 0), "{said}");
+        assert!(said.contains(format) && said.contains("-o table or -o json"), "{said}");
+    }
     let listed = text(&host.run("image list").stdout);
     assert!(listed.starts_with("NAME") && listed.lines().count() == 2, "{listed}");
     assert!(!host.run("image rm demo:1 nope").status.success(), "one unknown name removes none");

@@ -12,6 +12,7 @@ pub mod exec;
 pub mod image;
 pub mod logs;
 pub mod output;
+pub mod owned;
 pub mod settings;
 pub mod size;
 pub mod snapshot;
@@ -60,22 +61,35 @@ enum Role {
     /// Everything on one machine, with an embedded Kubernetes API.
     Up(Box<crate::up::UpArgs>),
     /// The host network of the VMs.
+    #[command(
+        after_help = "Example:\n  cocoon net teardown\n\n`cocoon up` starts and ends the network by itself."
+    )]
     Net(crate::net_cmd::NetArgs),
     /// Virtual machines.
+    #[command(
+        after_help = "Examples:\n  cocoon vm run --name demo cocoon-demo:1\n  cocoon vm exec demo -- uname -a"
+    )]
     Vm(Box<Group<vm::VmCommand>>),
     /// Snapshots of virtual machines.
+    #[command(
+        after_help = "Examples:\n  cocoon snapshot save --name before-upgrade demo\n  cocoon vm clone --name demo-2 before-upgrade"
+    )]
     Snapshot(Group<snapshot::SnapshotCommand>),
     /// Guest images.
+    #[command(after_help = "Examples:\n  cocoon image import cocoon-demo:1 demo.tar\n  cocoon image list")]
     Image(Group<image::ImageCommand>),
     /// Remove what no VM, snapshot or image needs.
     #[command(
-        after_help = "Example:\n  cocoon gc\n\nExit status: 1 if images are being imported for longer than 10 s."
+        after_help = "Example:\n  cocoon gc\n\nExit status: 0 done, 1 failed, such as when an image import takes longer than 10 s."
     )]
     Gc {
         #[command(flatten)]
         flags: Flags,
     },
     /// Print the version.
+    #[command(
+        after_help = "Example:\n  cocoon version\n\nGit hash and build time are known in binaries that `cargo xtask` built. Exit status: 0."
+    )]
     Version,
 }
 
@@ -88,8 +102,18 @@ struct Group<C: Subcommand> {
     command: C,
 }
 
+/// What the binary knows of its own build. It is taken in by the binary and not by this library: these facts
+/// change with each commit, and then only a few lines are compiled again.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Build {
+    /// Commit, with `-dirty` behind it when files were changed since.
+    pub git: Option<&'static str>,
+    /// Time.
+    pub built: Option<&'static str>,
+}
+
 /// The whole program.
-pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+pub fn main(arguments: impl IntoIterator<Item = OsString>, build: Build) -> ExitCode {
     let cli = match parse(arguments) {
         Ok(cli) => cli,
         Err(error) => return refuse(&error),
@@ -98,7 +122,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&anyhow::Error::from(error).context("starting the runtime")),
     };
-    let done = runtime.block_on(cli.run());
+    let done = runtime.block_on(cli.run(build));
     // A thread may still wait for standard input; it has no say any more.
     runtime.shutdown_background();
     match done {
@@ -141,7 +165,7 @@ fn last_wins(command: clap::Command) -> clap::Command {
 }
 
 impl Cli {
-    async fn run(self) -> anyhow::Result<Exit> {
+    async fn run(self, build: Build) -> anyhow::Result<Exit> {
         let settings = |flags: Flags| {
             let settings = Settings::load(flags.or(self.flags.clone()))?;
             cocoon_kit::telemetry::init(&settings.log_level);
@@ -162,7 +186,7 @@ impl Cli {
             Role::Snapshot(group) => snapshot::run(group.command, &settings(group.flags)?).await,
             Role::Image(group) => image::run(group.command, &settings(group.flags)?).await,
             Role::Gc { flags } => system::gc(&settings(flags)?).await,
-            Role::Version => system::version(),
+            Role::Version => system::version(build),
         }
     }
 }

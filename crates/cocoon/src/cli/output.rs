@@ -11,10 +11,27 @@ use serde::Serialize;
 
 use super::size;
 
-/// Whether a list is wanted as JSON; anything but `json` is the table.
+/// Whether a command that changes something is to print what it did; only `json` does (`engine-cli` §1.2).
 #[must_use]
 pub fn wants_json(output: &str) -> bool {
     output == "json"
+}
+
+/// How a list is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Format {
+    Table,
+    Json,
+}
+
+/// A format that is not known is an error, not a table. An empty list is words in every format, so there
+/// it is not asked for (the contract's own answer to `-o yaml`).
+fn format(output: &str) -> anyhow::Result<Format> {
+    match output {
+        "" | "table" => Ok(Format::Table),
+        "json" => Ok(Format::Json),
+        other => anyhow::bail!("lists are not printed as {other:?}; use -o table or -o json"),
+    }
 }
 
 /// Indented JSON with a final newline.
@@ -41,7 +58,7 @@ pub fn vms(vms: &[Vm], output: &str) -> anyhow::Result<String> {
     if vms.is_empty() {
         return Ok("No VMs found.\n".to_owned());
     }
-    if wants_json(output) {
+    if format(output)? == Format::Json {
         return json(&vms);
     }
     let row = |vm: &Vm| {
@@ -79,7 +96,7 @@ pub fn snapshots(snapshots: &[Snapshot], output: &str, of_vm: bool) -> anyhow::R
         let words = if of_vm { "No snapshots found for VM.\n" } else { "No snapshots found.\n" };
         return Ok(words.to_owned());
     }
-    if wants_json(output) {
+    if format(output)? == Format::Json {
         return json(&snapshots);
     }
     let row = |snapshot: &Snapshot| {
@@ -105,7 +122,7 @@ pub fn images(images: &[Image], output: &str) -> anyhow::Result<String> {
     if images.is_empty() {
         return Ok("No images found.\n".to_owned());
     }
-    if wants_json(output) {
+    if format(output)? == Format::Json {
         return json(&images);
     }
     let row = |image: &Image| {

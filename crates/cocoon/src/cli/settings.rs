@@ -28,13 +28,13 @@ pub struct Flags {
     /// Configuration file (YAML); the keys are the long flags' names with underscores.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Images, snapshots, records [env COCOON_ROOT_DIR; default /var/lib/cocoon].
+    /// Data folder: images, snapshots, records [env COCOON_ROOT_DIR; default /var/lib/cocoon].
     #[arg(long, value_name = "DIR")]
     pub root_dir: Option<PathBuf>,
-    /// Run folders with the VMs' disks, not a tmpfs [env COCOON_RUN_DIR; default /var/lib/cocoon/run].
+    /// Disks and sockets of the VMs; not on a tmpfs [env COCOON_RUN_DIR; default <root-dir>/run].
     #[arg(long, value_name = "DIR")]
     pub run_dir: Option<PathBuf>,
-    /// Logs and consoles [env COCOON_LOG_DIR; default /var/log/cocoon].
+    /// Logs and consoles [env COCOON_LOG_DIR; default <root-dir>/log if there is one, else /var/log/cocoon].
     #[arg(long, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
     /// Log filter, such as info or cocoon_engine=debug [env COCOON_LOG_LEVEL; default info].
@@ -57,8 +57,7 @@ pub struct Flags {
     /// Accepted for compatibility; networks come from --network-dir [env COCOON_CNI_BIN_DIR].
     #[arg(long, value_name = "DIR", hide_short_help = true)]
     pub cni_bin_dir: Option<PathBuf>,
-    /// Name servers for static addresses; checked, but guests get theirs by DHCP [env COCOON_DNS; default
-    /// 8.8.8.8,1.1.1.1].
+    /// Accepted for compatibility; guests learn their name servers by DHCP [env COCOON_DNS].
     #[arg(long, value_name = "LIST", hide_short_help = true)]
     pub dns: Option<String>,
 }
@@ -192,9 +191,7 @@ impl Settings {
 
     /// The engine on these folders.
     pub async fn engine(&self, memory: MemoryRecipe) -> anyhow::Result<Engine> {
-        if !rustix::process::geteuid().is_root() {
-            bail!("VMs and images need root (mounts, taps, file owners); run it with sudo");
-        }
+        need_root()?;
         let config = EngineConfig {
             root_dir: self.root_dir.clone(),
             run_dir: self.run_dir.clone(),
@@ -208,11 +205,38 @@ impl Settings {
         Ok(Engine::open(config, std::sync::Arc::new(RealWorld)).await?)
     }
 
+    /// The engine, where there is something already: only commands that make something make folders. `None`
+    /// is said on stderr, since a wrong --root-dir looks the same.
+    pub async fn existing(&self, memory: MemoryRecipe) -> anyhow::Result<Option<Engine>> {
+        if self.root_dir.join("engine.db").exists() {
+            return self.engine(memory).await.map(Some);
+        }
+        need_root()?;
+        super::output::note(format_args!(
+            "note: {} has nothing of cocoon yet; another data folder is named with --root-dir",
+            self.root_dir.display()
+        ));
+        Ok(None)
+    }
+
+    /// The node agent's records, if one ever ran on this data folder.
+    #[must_use]
+    pub fn node_records(&self) -> PathBuf {
+        self.root_dir.join("node.db")
+    }
+
     /// Where half-made things of an import go.
     #[must_use]
     pub fn temp_dir(&self) -> PathBuf {
         Path::new(&self.root_dir).join("oci/temp")
     }
+}
+
+fn need_root() -> anyhow::Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        bail!("VMs and images need root (mounts, taps, file owners); run it with sudo");
+    }
+    Ok(())
 }
 
 /// The contract's folder, or the one that `cocoon up` keeps in its data folder.

@@ -1,13 +1,20 @@
 //! `cocoon snapshot`: save, list, inspect, rm (`engine-cli` §1.5).
 
+use std::collections::BTreeMap;
+
 use anyhow::bail;
 use clap::{Args, Subcommand};
-use cocoon_engine::engine::{Engine, MemoryRecipe};
+use cocoon_engine::{
+    engine::{Engine, MemoryRecipe},
+    error::LookupError,
+};
 use cocoon_kit::world::{RealWorld, World as _};
+use cocoon_oci::snapshot::Envelope;
 
 use super::{
     Exit,
     output::{self, note, print},
+    owned::Owners,
     settings::Settings,
 };
 
@@ -19,35 +26,45 @@ const MAX_NAME: usize = 63;
 pub enum SnapshotCommand {
     /// Save a running VM; the guest pauses for the capture only.
     #[command(
-        after_help = "Example:\n  cocoon snapshot save --name before-upgrade demo\n\nA taken name fails with \"already exists\"."
+        after_help = "Example:\n  cocoon snapshot save --name before-upgrade demo\n\nExit status: 0 saved, 1 not saved; a taken name says \"already exists\"."
     )]
     Save(SaveArgs),
     /// List snapshots.
-    #[command(visible_alias = "ls", after_help = "Example:\n  cocoon snapshot list --vm demo -o json")]
+    #[command(visible_alias = "ls", after_help = LIST_HELP)]
     List(ListArgs),
     /// Print one snapshot as JSON.
-    #[command(after_help = "Example:\n  cocoon snapshot inspect before-upgrade")]
+    #[command(
+        after_help = "Example:\n  cocoon snapshot inspect before-upgrade\n\nExit status: 0 printed, 1 unknown: \"snapshot not found\"."
+    )]
     Inspect {
         /// Id, name, or unique start of an id.
         snapshot: String,
     },
     /// Remove snapshots. One unknown name removes none. VMs cloned from them go on.
-    #[command(after_help = "Example:\n  cocoon snapshot rm before-upgrade")]
+    #[command(
+        after_help = "Example:\n  cocoon snapshot rm before-upgrade\n\nExit status: 0 removed, 1 nothing was removed."
+    )]
     Rm {
+        /// Also snapshots that a pod of `cocoon up` wakes or is forked from.
+        #[arg(long)]
+        force: bool,
         /// Ids, names or unique starts of ids.
         #[arg(required = true)]
         snapshots: Vec<String>,
     },
 }
 
+const LIST_HELP: &str = "Example:\n  cocoon snapshot list --vm demo -o json\n\n\
+    Exit status: 0 printed, also when there is none; 1 failed, such as for an unknown VM or format.";
+
 /// `snapshot save`.
 #[derive(Debug, Clone, Args)]
 pub struct SaveArgs {
     /// Name of the snapshot [default: snapshot- and eight characters].
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     name: String,
     /// Free text.
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     description: String,
     /// Id, name, or unique start of a VM's id.
     vm: String,
@@ -69,14 +86,32 @@ pub async fn run(command: SnapshotCommand, settings: &Settings) -> anyhow::Resul
     if let SnapshotCommand::Save(args) = &command {
         check_name(&args.name)?;
     }
-    let engine = settings.engine(MemoryRecipe::Auto).await?;
+    let Some(engine) = settings.existing(MemoryRecipe::Auto).await? else { return nothing(command) };
     match command {
         SnapshotCommand::Save(args) => save(&engine, args).await?,
         SnapshotCommand::List(args) => list(&engine, &args).await?,
         SnapshotCommand::Inspect { snapshot } => print(&output::json(&engine.snapshot(&snapshot).await?)?)?,
-        SnapshotCommand::Rm { snapshots } => remove(&engine, &snapshots).await?,
+        SnapshotCommand::Rm { snapshots, force } => remove(&engine, &snapshots, force, settings).await?,
     }
     Ok(Exit::SUCCESS)
+}
+
+/// The answer where there is no data folder.
+fn nothing(command: SnapshotCommand) -> anyhow::Result<Exit> {
+    let missing = match command {
+        SnapshotCommand::List(ListArgs { vm: Some(vm), .. }) | SnapshotCommand::Save(SaveArgs { vm, .. }) => {
+            LookupError::VmNotFound(vm)
+        }
+        SnapshotCommand::List(ListArgs { format, vm: None }) => {
+            print(&output::snapshots(&[], &format, false)?)?;
+            return Ok(Exit::SUCCESS);
+        }
+        SnapshotCommand::Inspect { snapshot } => LookupError::SnapshotNotFound(snapshot),
+        SnapshotCommand::Rm { snapshots, .. } => {
+            LookupError::SnapshotNotFound(snapshots.into_iter().next().unwrap_or_default())
+        }
+    };
+    Err(missing.into())
 }
 
 fn check_name(name: &str) -> anyhow::Result<()> {
@@ -109,15 +144,15 @@ async fn list(engine: &Engine, args: &ListArgs) -> anyhow::Result<()> {
     print(&output::snapshots(&snapshots, &args.format, of_vm.is_some())?)
 }
 
-async fn remove(engine: &Engine, refs: &[String]) -> anyhow::Result<()> {
-    let mut ids = Vec::new();
+async fn remove(engine: &Engine, refs: &[String], force: bool, settings: &Settings) -> anyhow::Result<()> {
+    let mut found: BTreeMap<String, Envelope> = BTreeMap::new();
     for wanted in refs {
-        let id = engine.snapshot(wanted).await?.envelope.id;
-        if !ids.contains(&id) {
-            ids.push(id);
-        }
+        let about = engine.snapshot(wanted).await?.envelope;
+        found.insert(about.id.clone(), about);
     }
-    for id in ids {
+    let owners = Owners::of(settings).await;
+    owners.allow(found.values().map(|about| owners.snapshot(about)), force)?;
+    for id in found.into_keys() {
         engine.snapshot_remove(&id).await?;
         note(format_args!("removed {id}"));
     }

@@ -3,14 +3,17 @@
 use cocoon_engine::engine::MemoryRecipe;
 
 use super::{
-    Exit,
+    Build, Exit,
     output::{note, print},
     settings::Settings,
 };
 
 /// Removes what nothing needs. stdout stays empty; what went is said on stderr.
 pub async fn gc(settings: &Settings) -> anyhow::Result<Exit> {
-    let removed = settings.engine(MemoryRecipe::Auto).await?.gc().await?;
+    let removed = match settings.existing(MemoryRecipe::Auto).await? {
+        Some(engine) => engine.gc().await?,
+        None => Vec::new(),
+    };
     for what in &removed {
         note(format_args!("removed {what}"));
     }
@@ -19,15 +22,13 @@ pub async fn gc(settings: &Settings) -> anyhow::Result<Exit> {
 }
 
 /// Prints the five lines of the contract; the language is ours.
-pub fn version() -> anyhow::Result<Exit> {
-    print(&version_text())?;
+pub fn version(build: Build) -> anyhow::Result<Exit> {
+    print(&version_text(build))?;
     Ok(Exit::SUCCESS)
 }
 
-fn version_text() -> String {
-    // Set by whoever builds a release; a build from a working copy does not know.
-    let git = option_env!("COCOON_GIT_HASH").unwrap_or("unknown");
-    let built = option_env!("COCOON_BUILT").unwrap_or("unknown");
+fn version_text(build: Build) -> String {
+    let (git, built) = (build.git.unwrap_or("unknown"), build.built.unwrap_or("unknown"));
     format!(
         "Version: {}\nGit hash: {git}\nBuilt: {built}\nRust version: {} or newer\nOS/Arch: {}/{}\n",
         env!("CARGO_PKG_VERSION"),
@@ -41,7 +42,8 @@ fn version_text() -> String {
 mod tests {
     #[test]
     fn version_has_five_labelled_lines() {
-        let text = super::version_text();
+        let text = super::version_text(super::Build { git: Some("abc-dirty"), built: None });
+        assert!(text.contains("Git hash: abc-dirty\nBuilt: unknown\n"), "{text}");
         let labels: Vec<_> = text.lines().map(|line| line.split(": ").next().unwrap()).collect();
         assert_eq!(labels, ["Version", "Git hash", "Built", "Rust version", "OS/Arch"]);
     }

@@ -51,17 +51,20 @@ fn every_call_of_the_contract_is_understood() {
         "vm exec -i -e A=b -e C=d x -- sh -c true",
         "vm exec x -- ls -l",
         "vm logs --tail 5 x",
+        "vm logs --raw x",
         "snapshot save --name n --description d x",
         "snapshot save x",
         "snapshot list -o json --vm x",
         "snapshot ls",
         "snapshot inspect repo/x:1",
         "snapshot rm a b",
+        "snapshot rm --force a",
         "image import name",
         "image import --strip-setuid name a.tar b.tar",
         "image list -o json",
         "image inspect x",
         "image rm a b",
+        "image rm --force a",
         "gc",
         "version",
     ] {
@@ -132,13 +135,23 @@ fn a_guests_exit_code_passes_and_a_signal_is_255() {
 }
 
 #[test]
-fn every_command_has_an_example() {
+fn every_command_has_an_example_that_parses_and_says_how_it_ends() {
     fn check(command: &clap::Command, path: &str) {
         for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
             let path = format!("{path} {}", sub.get_name());
             let help = sub.get_after_help().map(ToString::to_string).unwrap_or_default();
-            let leaf = sub.get_subcommands().next().is_none();
-            assert!(!leaf || path == "cocoon version" || help.contains("Example"), "{path} has no example");
+            assert!(help.contains("Example"), "{path}: {help}");
+            if sub.get_subcommands().next().is_none() {
+                assert!(help.contains("Exit status: "), "{path}: {help}");
+                let ours = help.lines().map(str::trim).filter(|line| line.starts_with("cocoon "));
+                let mut examples = 0;
+                for line in ours {
+                    parse(words(line.trim_end_matches(" &"))[1..].to_vec())
+                        .unwrap_or_else(|error| panic!("{line}: {error}"));
+                    examples += 1;
+                }
+                assert!(examples > 0, "{path} has no example");
+            }
             check(sub, &path);
         }
     }

@@ -20,6 +20,7 @@ use super::{
     exec::{self, ExecArgs},
     logs::{self, LogsArgs},
     output::{self, note, print, wants_json},
+    owned::Owners,
     settings::Settings,
     size,
 };
@@ -34,35 +35,46 @@ pub enum VmCommand {
     #[command(after_help = CLONE_HELP)]
     Clone(CloneArgs),
     /// List VMs, oldest first.
-    #[command(visible_alias = "ls", after_help = "Example:\n  cocoon vm list -o json")]
+    #[command(visible_alias = "ls", after_help = LIST_HELP)]
     List(ListArgs),
     /// Print one VM as JSON.
-    #[command(after_help = "Example:\n  cocoon vm inspect demo\n\nAn unknown VM says \"VM not found\".")]
+    #[command(
+        after_help = "Example:\n  cocoon vm inspect demo\n\nExit status: 0 printed, 1 unknown: \"VM not found\"."
+    )]
     Inspect {
         /// Id, name, or unique start of an id (3 characters or more).
         vm: String,
     },
     /// Remove VMs with their disks. One unknown name removes none.
-    #[command(after_help = "Example:\n  cocoon vm rm --force demo")]
+    #[command(after_help = RM_HELP)]
     Rm(RmArgs),
     /// Run a command in the guest, as root and without a shell.
     #[command(after_help = exec::HELP)]
     Exec(ExecArgs),
     /// Print the guest's console.
-    #[command(after_help = "Example:\n  cocoon vm logs --tail 50 demo")]
+    #[command(after_help = logs::HELP)]
     Logs(LogsArgs),
     /// Boot stopped VMs from their own disks.
-    #[command(after_help = "Example:\n  cocoon vm start demo")]
+    #[command(
+        after_help = "Example:\n  cocoon vm start demo\n\nExit status: 0 all run (also those that did before), 1 one does not."
+    )]
     Start(ManyArgs),
-    /// Stop VMs: the power button first, then the process is killed.
-    #[command(after_help = "Example:\n  cocoon vm stop --timeout 10 demo")]
+    /// Stop VMs: they are asked to shut down, and killed if they take too long.
+    #[command(
+        after_help = "Example:\n  cocoon vm stop --timeout 10 demo\n\nExit status: 0 none runs (also if none did before), 1 one still does."
+    )]
     Stop(StopArgs),
 }
 
 const RUN_HELP: &str = "Example:\n  cocoon vm run --name demo --memory 1G cocoon-demo:1\n  \
     cocoon vm run --name demo --nics 0 -o json cocoon-demo:1\n\nExit status: 0 the VM runs, 1 it does not (nothing is left of it).";
+const LIST_HELP: &str = "Example:\n  cocoon vm list -o json\n\n\
+    Exit status: 0 printed, also when there is none; 1 failed, such as for an unknown format.";
+const RM_HELP: &str = "Example:\n  cocoon vm rm --force demo\n\n\
+    Exit status: 0 all are gone, 1 one is not; an unknown name says \"VM not found\" and removes none.";
 const CLONE_HELP: &str = "Example:\n  cocoon vm clone --name demo-2 my-snapshot\n\n\
-    A clone has the sizes of its snapshot, and a MAC, host name and machine id of its own.";
+    A clone has the sizes of its snapshot, and a MAC, host name and machine id of its own.\n\n\
+    Exit status: 0 the VM runs, 1 it does not (nothing is left of it).";
 
 /// `vm run`.
 #[derive(Debug, Clone, Args)]
@@ -72,7 +84,7 @@ pub struct RunArgs {
     /// VM name [default: from the image's name].
     #[arg(long)]
     name: Option<String>,
-    /// vCPUs [default: 2, or what the host has].
+    /// Processors of the guest [default: 2, or what the host has].
     #[arg(long, allow_negative_numbers = true)]
     cpu: Option<i64>,
     /// Memory, at least 512M.
@@ -85,7 +97,7 @@ pub struct RunArgs {
     #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     nics: i64,
     /// `json` prints the VM; else nothing is printed.
-    #[arg(short, long, visible_alias = "format", default_value = "")]
+    #[arg(short, long, visible_alias = "format", default_value = "", hide_default_value = true)]
     output: String,
     #[command(flatten)]
     shared: SharedArgs,
@@ -124,7 +136,7 @@ pub struct RunArgs {
 /// Flags of run and clone that name a network or tune a backend.
 #[derive(Debug, Clone, Args)]
 struct SharedArgs {
-    /// The bridge of --network-dir, if it is named at all.
+    /// Must be the bridge of --network-dir, which is used anyway.
     #[arg(long, conflicts_with = "network")]
     bridge: Option<String>,
     /// Refused: networks by name are not part of this release.
@@ -151,7 +163,7 @@ pub struct CloneArgs {
     #[arg(long)]
     name: Option<String>,
     /// `json` prints the VM; else nothing is printed.
-    #[arg(short, long, visible_alias = "format", default_value = "")]
+    #[arg(short, long, visible_alias = "format", default_value = "", hide_default_value = true)]
     output: String,
     #[command(flatten)]
     shared: SharedArgs,
@@ -161,7 +173,7 @@ pub struct CloneArgs {
     /// The older spelling of --restore-mode ondemand.
     #[arg(long, hide = true)]
     on_demand: bool,
-    /// Taken: the image must be here already, and an error names it if it is not.
+    /// No effect here: the image must be on this host; if it is not, the error names it.
     #[arg(long)]
     pull: bool,
     /// Refused: clones of a folder are not part of this release.
@@ -198,11 +210,11 @@ pub struct RmArgs {
     /// Ids, names or unique starts of ids.
     #[arg(required = true)]
     vms: Vec<String>,
-    /// Also running ones, which are killed.
+    /// Also running ones, which are killed, and those that a pod of `cocoon up` owns.
     #[arg(long)]
     force: bool,
     /// `json` prints the removed ids.
-    #[arg(short, long, default_value = "")]
+    #[arg(short, long, default_value = "", hide_default_value = true)]
     output: String,
 }
 
@@ -213,7 +225,7 @@ pub struct ManyArgs {
     #[arg(required = true)]
     vms: Vec<String>,
     /// `json` prints the started ids.
-    #[arg(short, long, default_value = "")]
+    #[arg(short, long, default_value = "", hide_default_value = true)]
     output: String,
 }
 
@@ -226,11 +238,12 @@ pub struct StopArgs {
     /// Kill at once.
     #[arg(long)]
     force: bool,
-    /// Seconds for the power button; 0 is the configured 30.
-    #[arg(long, default_value_t = 0)]
+    /// Seconds that a guest may take to shut down before it is killed [default: stop_timeout_seconds of the
+    /// configuration file, else 30].
+    #[arg(long, default_value_t = 0, hide_default_value = true, value_name = "SECONDS")]
     timeout: u64,
     /// `json` prints the stopped ids.
-    #[arg(short, long, default_value = "")]
+    #[arg(short, long, default_value = "", hide_default_value = true)]
     output: String,
 }
 
@@ -251,19 +264,45 @@ pub async fn run(command: VmCommand, settings: &Settings) -> anyhow::Result<Exit
         VmCommand::Clone(args) if args.restore_mode.as_deref() == Some("copy") => MemoryRecipe::FullStream,
         _ => MemoryRecipe::Auto,
     };
-    let engine = settings.engine(memory).await?;
+    let Some(engine) = settings.existing(memory).await? else { return nothing(command, settings) };
     match command {
         VmCommand::Run(args) => run_vm(&engine, args, settings).await?,
         VmCommand::Clone(args) => clone_vm(&engine, args, settings).await?,
         VmCommand::List(args) => print(&output::vms(&engine.list().await?, &args.format)?)?,
         VmCommand::Inspect { vm } => print(&output::json(&engine.inspect(&vm).await?)?)?,
-        VmCommand::Rm(args) => remove(&engine, args).await?,
+        VmCommand::Rm(args) => remove(&engine, args, settings).await?,
         VmCommand::Exec(args) => return exec::run(&engine, args).await,
         VmCommand::Logs(args) => logs::run(&engine, &args).await?,
         VmCommand::Start(args) => start(&engine, args).await?,
         VmCommand::Stop(args) => stop(&engine, args, settings).await?,
     }
     Ok(Exit::SUCCESS)
+}
+
+/// The answer where there is no data folder: nothing that was named can be there.
+fn nothing(command: VmCommand, settings: &Settings) -> anyhow::Result<Exit> {
+    let first = |vms: Vec<String>| vms.into_iter().next().unwrap_or_default();
+    let vm = match command {
+        VmCommand::Run(args) => {
+            args.shared.check_bridge(settings)?;
+            return Err(BringUpError::ImageNotResolved(args.image).into());
+        }
+        VmCommand::Clone(args) => {
+            args.shared.check_bridge(settings)?;
+            return Err(LookupError::SnapshotNotFound(args.snapshot.unwrap_or_default()).into());
+        }
+        VmCommand::List(args) => {
+            print(&output::vms(&[], &args.format)?)?;
+            return Ok(Exit::SUCCESS);
+        }
+        VmCommand::Inspect { vm } => vm,
+        VmCommand::Exec(args) => args.vm,
+        VmCommand::Logs(args) => args.vm,
+        VmCommand::Rm(args) => first(args.vms),
+        VmCommand::Start(args) => first(args.vms),
+        VmCommand::Stop(args) => first(args.vms),
+    };
+    Err(LookupError::VmNotFound(vm).into())
 }
 
 impl SharedArgs {
@@ -546,9 +585,12 @@ fn finish(done: Vec<(Vm, anyhow::Result<()>)>, verb: &str, wanted: &str) -> anyh
     Ok(())
 }
 
-async fn remove(engine: &Engine, args: RmArgs) -> anyhow::Result<()> {
+async fn remove(engine: &Engine, args: RmArgs, settings: &Settings) -> anyhow::Result<()> {
+    let vms = resolve(engine, &args.vms).await?;
+    let owners = Owners::of(settings).await;
+    owners.allow(vms.iter().map(|vm| owners.vm(vm)), args.force)?;
     let mut done = Vec::new();
-    for vm in resolve(engine, &args.vms).await? {
+    for vm in vms {
         let result = engine.remove(&vm.id, args.force).await;
         done.push((vm, result.map_err(Into::into)));
     }
@@ -567,6 +609,8 @@ async fn start(engine: &Engine, args: ManyArgs) -> anyhow::Result<()> {
 async fn stop(engine: &Engine, args: StopArgs, settings: &Settings) -> anyhow::Result<()> {
     let timeout = if args.timeout == 0 { settings.stop_timeout } else { Duration::from_secs(args.timeout) };
     let vms = resolve(engine, &args.vms).await?;
+    let owners = Owners::of(settings).await;
+    vms.iter().filter_map(|vm| owners.stopping(vm)).for_each(|said| note(format_args!("warning: {said}")));
     let stops = vms.into_iter().map(async |vm| {
         let result = engine.stop(&vm.id, args.force, timeout).await;
         (vm, result.map_err(Into::into))

@@ -7,7 +7,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use rusqlite::{Connection, params};
+use rusqlite::{Connection, OpenFlags, params};
 
 use crate::{
     ports::{PortError, PortResult, Records},
@@ -35,16 +35,30 @@ impl SqliteRecords {
         match version {
             VERSION => {}
             0 => migrate(&connection).map_err(|error| fault(what(), error))?,
-            other => {
-                let message = format!(
-                    "{} have version {other}, this program reads version {VERSION}; use the matching release or \
-                     another data folder",
-                    what()
-                );
-                return Err(PortError::new(Reason::RecordsUnavailable, message));
-            }
+            other => return Err(of_another_version(&what(), other)),
         }
         Ok(Self { connection: Arc::new(Mutex::new(connection)) })
+    }
+
+    /// Opens the file for reading only, beside an agent that may be running; `None`: no agent ever wrote one.
+    pub fn read_only(path: &Path) -> PortResult<Option<Self>> {
+        let what = || format!("owner records {}", path.display());
+        if !path.try_exists().map_err(|error| PortError::caused(Reason::RecordsUnavailable, what(), error))? {
+            return Ok(None);
+        }
+        let open = || {
+            let connection = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
+            connection.busy_timeout(Duration::from_secs(10))?;
+            let version = connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
+            Ok((connection, version))
+        };
+        let (connection, version): (Connection, i64) = open().map_err(|error| fault(what(), error))?;
+        match version {
+            VERSION => Ok(Some(Self { connection: Arc::new(Mutex::new(connection)) })),
+            // Its agent has only just made it.
+            0 => Ok(None),
+            other => Err(of_another_version(&what(), other)),
+        }
     }
 
     async fn call<T, F>(&self, what: String, work: F) -> PortResult<T>
@@ -61,6 +75,14 @@ impl SqliteRecords {
             Err(panicked) => Err(PortError::caused(Reason::RecordsUnavailable, what, panicked)),
         }
     }
+}
+
+fn of_another_version(what: &str, found: i64) -> PortError {
+    let message = format!(
+        "{what} have version {found}, this program reads version {VERSION}; use the matching release or another \
+         data folder"
+    );
+    PortError::new(Reason::RecordsUnavailable, message)
 }
 
 fn prepare(path: &Path) -> rusqlite::Result<Connection> {
@@ -142,13 +164,38 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn records_are_read_beside_a_running_agent_and_after_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("node.db");
+        assert!(SqliteRecords::read_only(&file).unwrap().is_none());
+        let agent = SqliteRecords::open(&file).unwrap();
+        agent.put(&record("vm-a")).await.unwrap();
+        let reader = SqliteRecords::read_only(&file).unwrap().unwrap();
+        assert_eq!(reader.load().await.unwrap(), [record("vm-a")]);
+        agent.put(&record("vm-b")).await.unwrap();
+        assert_eq!(reader.load().await.unwrap().len(), 2);
+        assert!(reader.put(&record("vm-c")).await.is_err(), "a reader changes nothing");
+        drop(reader);
+        drop(agent);
+        let reader = SqliteRecords::read_only(&file).unwrap().unwrap();
+        assert_eq!(reader.load().await.unwrap().len(), 2);
+        drop(reader);
+        let agent = SqliteRecords::open(&file).unwrap();
+        agent.put(&record("vm-c")).await.unwrap();
+        assert_eq!(agent.load().await.unwrap().len(), 3);
+    }
+
+    #[tokio::test]
     async fn a_file_of_another_version_is_refused_with_the_way_out() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("node.db");
         let connection = Connection::open(&file).unwrap();
         connection.pragma_update(None, "user_version", 99).unwrap();
         drop(connection);
-        let error = SqliteRecords::open(&file).unwrap_err();
-        assert!(error.message.contains("version 99") && error.message.contains("use the matching release"));
+        for error in [SqliteRecords::open(&file).unwrap_err(), SqliteRecords::read_only(&file).unwrap_err()] {
+            assert!(
+                error.message.contains("version 99") && error.message.contains("use the matching release")
+            );
+        }
     }
 }

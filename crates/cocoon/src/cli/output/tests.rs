@@ -44,6 +44,7 @@ fn vm() -> Vm {
         cloned_from: String::new(),
         warnings: Vec::new(),
         links_down: false,
+        disk_full: false,
         transition_generation: 2,
         created_at: time(),
         updated_at: time(),
@@ -89,6 +90,19 @@ fn empty_lists_say_so_in_words_whatever_was_asked_for() {
         assert_eq!(snapshots(&[], output, true).unwrap(), "No snapshots found for VM.\n");
         assert_eq!(images(&[], output).unwrap(), "No images found.\n");
     }
+}
+
+#[test]
+fn a_list_in_a_format_that_is_not_known_is_refused_with_those_that_are() {
+    for output in ["yaml", "wide", "JSON", "name"] {
+        for refused in
+            [vms(&[vm()], output), snapshots(&[snapshot()], output, false), images(&[image()], output)]
+        {
+            let said = refused.unwrap_err().to_string();
+            assert!(said.contains(output) && said.contains("-o table or -o json"), "{said}");
+        }
+    }
+    assert_eq!(vms(&[vm()], "").unwrap(), vms(&[vm()], "table").unwrap());
 }
 
 #[test]
