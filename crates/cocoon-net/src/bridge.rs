@@ -4,10 +4,11 @@
 //! Invariants: everything happens in the network namespace of the calling thread; a bridge that we did
 //! not make is used but never removed; what was changed is recorded before it is changed, and put back.
 
-use std::{io, net::Ipv4Addr, time::Duration};
+use std::{collections::BTreeSet, io, net::Ipv4Addr, time::Duration};
 
 use cocoon_kit::files;
 use jiff::Timestamp;
+use serde_json::Value;
 use thiserror::Error;
 
 use crate::{
@@ -111,25 +112,54 @@ pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
     Ok(State { index: bridge, listing })
 }
 
+/// What a look at the network found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// Everything is as it was made.
+    Intact,
+    /// A tap is not wired or not filtered, as one that is just being made or removed: worth a second look.
+    Unwired,
+    /// Bridge, address, tables or rules are not as they were made.
+    Broken,
+}
+
 /// Whether everything of ours is still as `state` says, taps included.
 pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, BridgeError> {
+    Ok(look(network, state).await? == Look::Intact)
+}
+
+/// As [`intact`], and what kind of damage there is.
+pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look, BridgeError> {
     let at = At(network);
-    let rows = match nft::list_json(&rules::list_rows(&network.bridge)).await {
-        Ok(objects) => rules::parse_rows(&objects),
-        Err(_) => return Ok(false),
-    };
+    // Before the interfaces: the tap of a row that is seen here existed before it.
+    let Some((rows, filtered)) = filter_rows(network).await else { return Ok(Look::Broken) };
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
     let bridge =
         links.iter().find(|link| link.name == network.bridge && link.index == state.index && link.up);
     let addressed = has_address(network, &netlink, state.index).await?;
-    // A tap that is just being made or removed looks damaged too: who finds damage looks twice.
-    let taps = links::taps_of(network, &links);
-    let row = |tap: &Link, mac: Mac| rows.contains(&(tap.name.clone(), mac));
-    let wired = taps.iter().all(|(tap, mac)| tap.controller == Some(state.index) && row(tap, *mac))
-        && rows.iter().all(|(tap, _)| links::exists(&links, tap));
     let listed = list_tables(network).await.is_ok_and(|listing| listing == state.listing);
-    Ok(bridge.is_some() && addressed && wired && listed)
+    if bridge.is_none() || !addressed || !listed {
+        return Ok(Look::Broken);
+    }
+    let taps = links::taps_of(network, &links);
+    let row = |tap: &Link, mac: Mac| filtered.contains(&tap.name) && rows.contains(&(tap.name.clone(), mac));
+    let wired = taps.iter().all(|(tap, mac)| tap.up && tap.controller == Some(state.index) && row(tap, *mac))
+        && rows.iter().all(|(tap, _)| links::exists(&links, tap));
+    Ok(if wired { Look::Intact } else { Look::Unwired })
+}
+
+/// Whether the filter is in force as `state` says.
+pub(crate) async fn filtered(network: &NetworkConfig, state: &State) -> bool {
+    let listed = list_tables(network).await.is_ok_and(|listing| listing == state.listing);
+    listed && filter_rows(network).await.is_some()
+}
+
+/// The rows of taps, and the taps that are filtered. `None`: the tables are not as we made them.
+async fn filter_rows(network: &NetworkConfig) -> Option<(BTreeSet<TapRow>, BTreeSet<String>)> {
+    let (rows, filtered) = (rules::list_rows(&network.bridge), rules::list_filtered(&network.bridge));
+    let (rows, filtered) = tokio::try_join!(nft::list_json(&rows), nft::list_json(&filtered)).ok()?;
+    Some((rules::parse_rows(&rows), rules::parse_filtered(&filtered)))
 }
 
 /// Removes the network: filter, bridge, changed switches and the state files. Refuses while VMs have
@@ -145,9 +175,8 @@ pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), Bridge
     if let Some(bridge) = found.filter(|link| link.alias.as_deref() == Some(BRIDGE_ALIAS)) {
         netlink.delete(bridge.index).await.map_err(at.system("removal"))?;
     }
-    let foreign =
-        nft::list_json(coexist::LIST).await.map(|listing| coexist::removals(&listing, &network.bridge));
-    let text = rules::delete_tables(&network.bridge) + &foreign.unwrap_or_default();
+    let foreign = coexist::removals(&tables_of_others().await, &network.bridge);
+    let text = rules::delete_tables(&network.bridge) + &foreign;
     nft::apply(&text).await.map_err(at.filter())?;
     let others = !other_tables(network).await.map_err(at.filter())?.is_empty();
     sysctl::forwarding_back(&network.state_dir, others).map_err(at.system("net.ipv4.ip_forward"))?;
@@ -313,17 +342,29 @@ async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
 /// other may be changing its own table at this moment; the next sweep looks again.
 pub(crate) async fn coexist_with_others(network: &NetworkConfig) {
     // No such table is the ordinary case.
-    let Ok(listing) = nft::list_json(coexist::LIST).await else { return };
-    let text = coexist::accepts(&listing, &network.bridge, &bridges_of_others(network).await);
-    if text.is_empty() {
+    let listing = tables_of_others().await;
+    if listing.is_empty() {
         return;
     }
-    match nft::apply(&text).await {
-        Ok(()) => tracing::info!(bridge = network.bridge, "the host's own firewall is opened for guests"),
-        Err(message) => {
-            tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
+    // One table may refuse (it has an owner, or is changed right now) without keeping back the others.
+    for text in coexist::accepts(&listing, network, &bridges_of_others(network).await) {
+        match nft::apply(&text).await {
+            Ok(()) => tracing::info!(bridge = network.bridge, "the host's own firewall is opened for guests"),
+            Err(message) => {
+                tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
+            }
         }
     }
+}
+
+/// The tables of other firewalls that may drop what we let pass, whole.
+async fn tables_of_others() -> Vec<Value> {
+    let chains = nft::list_json(coexist::LIST_CHAINS).await.unwrap_or_default();
+    let mut listing = Vec::new();
+    for command in coexist::list_tables(&chains) {
+        listing.extend(nft::list_json(&command).await.unwrap_or_default());
+    }
+    listing
 }
 
 /// The host's other bridges, without those that lead to the world: they are networks of containers and VMs.

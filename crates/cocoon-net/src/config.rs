@@ -33,7 +33,9 @@ pub struct NetworkConfig {
     pub dns: Vec<Ipv4Addr>,
     /// How long a lease lasts.
     pub lease_time: Duration,
-    /// VMs reach the world by masquerading behind the host.
+    /// VMs reach the world by masquerading behind the host; then nothing but answers, and what the host
+    /// forwards by a DNAT rule, reaches them from other machines. Unset, the network is routed and open to
+    /// whoever has a route to it. The host itself always reaches its VMs.
     pub masquerade: bool,
     /// Ports are isolated from one another unless this is set.
     pub vm_to_vm: bool,

@@ -4,6 +4,13 @@
 //! Entry point: [`run`]. One task owns the leases; packets, control requests and the sweep reach it in
 //! turn. Invariants: one daemon a state folder; leases are durable and in the packet filter before an ACK
 //! leaves; on shutdown bridge, rules and leases stay, since VMs live on.
+//!
+//! **When somebody takes our filter away** (`nft flush ruleset`), the kernel says so and it is put back at once: within
+//! about a tenth of a second, a quarter if only rows are gone. Until then, and as long as no daemon runs, a
+//! guest can use other addresses than its own, speak IPv6 to the bridge and reach the host's ports; a
+//! connection to the host that it opens then lives on. It still has no MAC but its own and reaches no other
+//! guest, since the bridge's ports are locked and isolated. A filter that cannot be put back closes the network:
+//! taps are set down until it is.
 
 use std::{
     io::{self, Seek as _, Write as _},
@@ -28,11 +35,13 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    bridge::{self, BridgeError, State},
+    alarm::Alarm,
+    bridge::{self, BridgeError, Look, State},
     config::NetworkConfig,
     control::{self, Answer, Call, Request, Status},
     dhcp::{Effect, Outcome, Server, Settings, packet::Reply, table::Table},
     leases::{self, LeaseError},
+    links,
     names::Mac,
     nft, rules,
 };
@@ -41,6 +50,8 @@ use crate::{
 const BATCH: usize = 64;
 /// How long a tap may take to be wired before it looks broken.
 const SECOND_LOOK: Duration = Duration::from_millis(100);
+/// From a repair that failed to the next try.
+const REPAIR_AGAIN: Duration = Duration::from_millis(500);
 /// Longer than any DHCP packet that comes over Ethernet.
 const MAX_PACKET: usize = 2048;
 
@@ -109,6 +120,8 @@ pub async fn run(options: DaemonOptions, shutdown: CancellationToken) -> Result<
     let now = Timestamp::now();
     // Before anything is touched: a lease file that cannot be read must not cost anybody an address.
     let server = load(&network, now)?;
+    // Before the tables are made, so that no change of them goes unseen.
+    let alarm = Alarm::open(&network.bridge).map_err(system("news of the packet filter", &network.bridge))?;
     let state = bridge::ensure(&network).await?;
     let socket = bind(&network)?;
     let path = network.control_socket.clone();
@@ -116,7 +129,7 @@ pub async fn run(options: DaemonOptions, shutdown: CancellationToken) -> Result<
     let (sender, calls) = mpsc::channel(16);
     let control = tokio::spawn(control::serve(listener, sender, shutdown.clone()));
     tracing::info!(bridge = network.bridge, subnet = %network.subnet, leases = server.active(now), "network daemon serves");
-    let mut daemon = Daemon { network, server, state, socket };
+    let mut daemon = Daemon { network, server, state, socket, alarm };
     daemon.serve(calls, sweep_every, &shutdown).await;
     let _ = std::fs::remove_file(&path);
     // It ends with the same token.
@@ -203,6 +216,7 @@ struct Daemon {
     server: Server,
     state: State,
     socket: UdpSocket,
+    alarm: Alarm,
 }
 
 impl Daemon {
@@ -219,6 +233,7 @@ impl Daemon {
                 biased;
                 () = shutdown.cancelled() => return,
                 _ = sweep.tick() => self.sweep().await,
+                () = self.alarm.rings() => self.mend().await,
                 Some((request, answer)) = calls.recv() => {
                     // A client that went away still gets what it asked for.
                     let _ = answer.send(self.answer(request).await);
@@ -350,12 +365,17 @@ impl Daemon {
             tracing::warn!(message, "lapsed leases stay until the next sweep");
             self.undo(checkpoint, 0).await;
         }
+        self.mend().await;
+        bridge::coexist_with_others(&self.network).await;
+    }
+
+    /// Looks after the network and repairs it.
+    async fn mend(&mut self) {
         match self.is_intact().await {
             Ok(true) => {}
             Ok(false) => drop(self.repair().await),
             Err(error) => tracing::warn!(%error, cause = source(&error), "looking after the network"),
         }
-        bridge::coexist_with_others(&self.network).await;
     }
 
     /// Writes the lease file again if somebody took it away.
@@ -377,10 +397,11 @@ impl Daemon {
 
     /// Looks twice, so that a tap that is just being made or removed is not taken for damage.
     async fn is_intact(&self) -> Result<bool, BridgeError> {
-        if bridge::intact(&self.network, &self.state).await? {
-            return Ok(true);
+        match bridge::look(&self.network, &self.state).await? {
+            Look::Intact => return Ok(true),
+            Look::Broken => return Ok(false),
+            Look::Unwired => tokio::time::sleep(SECOND_LOOK).await,
         }
-        tokio::time::sleep(SECOND_LOOK).await;
         bridge::intact(&self.network, &self.state).await
     }
 
@@ -394,6 +415,10 @@ impl Daemon {
             Ok(state) => state,
             Err(error) => {
                 tracing::error!(%error, cause = source(&error), "the network cannot be repaired now");
+                self.alarm.ring_after(REPAIR_AGAIN);
+                if !bridge::filtered(&self.network, &self.state).await {
+                    self.cut_off().await;
+                }
                 return false;
             }
         };
@@ -409,6 +434,16 @@ impl Daemon {
         }
         self.state = state;
         true
+    }
+
+    /// A network whose filter cannot be put in force is closed until it can.
+    async fn cut_off(&self) {
+        match links::cut_off(&self.network).await {
+            Ok(taps) => tracing::error!(taps, "taps are set down until the network is repaired"),
+            Err(error) => {
+                tracing::error!(%error, cause = source(&error), "taps cannot be set down; guests may be unfiltered");
+            }
+        }
     }
 }
 

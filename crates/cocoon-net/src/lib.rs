@@ -12,6 +12,7 @@
 //! before its ACK; a corrupt lease file stops the server; nothing touches another network namespace than
 //! that of the calling thread.
 
+mod alarm;
 pub mod bridge;
 mod coexist;
 pub mod config;

@@ -166,6 +166,22 @@ pub(crate) async fn plug(
     netlink.plug(tap, Port { bridge, isolated: !network.vm_to_vm, mac }).await
 }
 
+/// Sets every tap of this network down: without a filter in force no guest is to reach anything. [`plug`] sets
+/// them up again.
+pub(crate) async fn cut_off(network: &NetworkConfig) -> Result<usize, LinkError> {
+    let netlink = open(&network.bridge)?;
+    let links = netlink.links().await.map_err(kernel("listing interfaces", &network.bridge))?;
+    let taps = taps_of(network, &links);
+    for (tap, _) in &taps {
+        match netlink.down(tap.index).await {
+            // It went with its VM.
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => {}
+            result => result.map_err(kernel("setting down", &tap.name))?,
+        }
+    }
+    Ok(taps.len())
+}
+
 /// Removes rows whose tap is gone. Rows are listed before interfaces, so a tap being made is safe.
 pub(crate) async fn drop_stale_rows(network: &NetworkConfig, netlink: &Netlink) -> Result<(), LinkError> {
     let rows = rows_or_none(network, &network.bridge).await?;

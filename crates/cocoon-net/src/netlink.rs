@@ -97,6 +97,15 @@ impl Netlink {
         self.handle.link().set(LinkUnspec::new_with_index(index).up().build()).execute().await.map_err(system)
     }
 
+    pub(crate) async fn down(&self, index: u32) -> io::Result<()> {
+        self.handle
+            .link()
+            .set(LinkUnspec::new_with_index(index).down().build())
+            .execute()
+            .await
+            .map_err(system)
+    }
+
     /// Marks a new tap as ours (alias, alternative name, group) and gives it the MTU of its bridge.
     pub(crate) async fn label(&self, index: u32, alias: &str, alternative: &str, mtu: u32) -> io::Result<()> {
         let links = self.handle.link();
@@ -110,7 +119,9 @@ impl Netlink {
     }
 
     /// Makes a filtered tap a port of the bridge. The bridge learns no address from it: the one MAC that
-    /// may use it is entered by hand, so a guest cannot draw another's frames to itself.
+    /// may use it is entered by hand, so a guest cannot draw another's frames to itself. The port is locked,
+    /// so the bridge drops frames of any other source by itself, also while there is no packet filter (a
+    /// kernel before 5.16 takes no notice of that).
     pub(crate) async fn plug(&self, index: u32, port: Port) -> io::Result<()> {
         let links = self.handle.link();
         let message = LinkUnspec::new_with_index(index)
@@ -118,7 +129,12 @@ impl Netlink {
             .controller(port.bridge)
             .build();
         links.set(message).execute().await.map_err(system)?;
-        let message = LinkBridgePort::new(index).isolated(port.isolated).learning(false).flood(false).build();
+        let message = LinkBridgePort::new(index)
+            .isolated(port.isolated)
+            .learning(false)
+            .flood(false)
+            .locked(true)
+            .build();
         links.set_port(message).execute().await.map_err(system)?;
         self.handle
             .neighbours()

@@ -38,6 +38,17 @@ pub(crate) fn host_table(network: &NetworkConfig, note: &str) -> String {
     } else {
         String::new()
     };
+    // Behind a masquerade nobody outside knows a guest's address, unless by a route that leads here by
+    // accident: what was not asked for by a guest, or forwarded to it on purpose, does not come in.
+    let inward = if network.masquerade {
+        format!(
+            "  oifname \"{bridge}\" ct state established,related accept
+    oifname \"{bridge}\" ct status dnat accept
+    oifname \"{bridge}\" counter drop"
+        )
+    } else {
+        format!("  oifname \"{bridge}\" accept")
+    };
     // `guard` sees packets before any DNAT, so a port that the host forwards elsewhere is closed too. What
     // comes in by a tap itself, and not by the bridge, comes from a guest whose bridge is gone.
     format!(
@@ -73,7 +84,7 @@ table inet {table} {{
     oifname \"{bridge}\" iifname \"{bridge}\" {between}
     iifname \"{bridge}\" ip daddr 169.254.0.0/16 counter drop
     iifname \"{bridge}\" accept
-    oifname \"{bridge}\" accept
+  {inward}
   }}
 {masquerade}}}\n"
     )
@@ -201,16 +212,29 @@ pub(crate) fn list_rows(bridge: &str) -> String {
     format!("list set bridge {} macs", table_name(bridge))
 }
 
+/// The command that lists the taps that are filtered.
+pub(crate) fn list_filtered(bridge: &str) -> String {
+    format!("list set bridge {} taps", table_name(bridge))
+}
+
+/// The taps in the answer to [`list_filtered`].
+pub(crate) fn parse_filtered(objects: &[Value]) -> BTreeSet<String> {
+    elements(objects).filter_map(|element| Some(element.as_str()?.to_owned())).collect()
+}
+
 /// The rows in the answer to [`list_rows`].
 pub(crate) fn parse_rows(objects: &[Value]) -> BTreeSet<TapRow> {
-    let elements = objects.iter().filter_map(|object| object.pointer("/set/elem")?.as_array()).flatten();
-    elements
+    elements(objects)
         .filter_map(|element| {
             let pair = element.get("concat")?.as_array()?;
             let (tap, mac) = (pair.first()?.as_str()?, pair.get(1)?.as_str()?);
             Some((tap.to_owned(), mac.parse().ok()?))
         })
         .collect()
+}
+
+fn elements(objects: &[Value]) -> impl Iterator<Item = &Value> {
+    objects.iter().filter_map(|object| object.pointer("/set/elem")?.as_array()).flatten()
 }
 
 #[cfg(test)]
@@ -233,9 +257,13 @@ mod tests {
         let only = |a: &str, b: &str| -> Vec<String> {
             a.lines().filter(|line| !b.contains(line)).map(|line| line.trim().to_owned()).collect()
         };
-        assert_eq!(only(&open, &closed), ["oifname \"cocoon0\" iifname \"cocoon0\" accept"]);
+        let wide = ["oifname \"cocoon0\" iifname \"cocoon0\" accept", "oifname \"cocoon0\" accept"];
+        assert_eq!(only(&open, &closed), wide);
         let masquerade = [
             "oifname \"cocoon0\" iifname \"cocoon0\" drop",
+            "oifname \"cocoon0\" ct state established,related accept",
+            "oifname \"cocoon0\" ct status dnat accept",
+            "oifname \"cocoon0\" counter drop",
             "chain postrouting {",
             "type nat hook postrouting priority srcnat; policy accept;",
             "ip saddr 10.77.0.0/24 oifname != \"cocoon0\" masquerade",

@@ -1,6 +1,6 @@
-//! The one ioctl that no safe crate offers: opening a tap.
+//! What no safe crate offers: the ioctl that opens a tap, and waiting for a descriptor of our own.
 //!
-//! Entry point: [`open_tap`]. Invariant: the interface is not persistent, so it goes with the descriptor.
+//! Entry points: [`open_tap`], [`watch`]. Invariant: the interface is not persistent, so it goes with the descriptor.
 #![allow(unsafe_code)]
 
 use std::{
@@ -8,6 +8,8 @@ use std::{
     io,
     os::fd::{AsRawFd as _, OwnedFd},
 };
+
+use tokio::io::unix::AsyncFd;
 
 use crate::names::MAX_INTERFACE;
 
@@ -37,4 +39,12 @@ pub(crate) fn open_tap(name: &str, vnet_header: bool) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     Ok(OwnedFd::from(device))
+}
+
+/// Lets the runtime wait until `fd` can be read. It must not block.
+pub(crate) fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` names the same open descriptor until it is dropped, and it is moved into the result, which
+    // takes it out of the runtime's list first.
+    let watched = unsafe { AsyncFd::register(fd) };
+    Ok(watched?)
 }

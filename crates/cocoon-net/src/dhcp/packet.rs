@@ -17,6 +17,10 @@ use crate::names::Mac;
 const MIN_REPLY: usize = 300;
 const MAGIC_AT: usize = 236;
 const MAGIC: [u8; 4] = [99, 130, 83, 99];
+const PAD: u8 = 0;
+const END: u8 = 255;
+/// Codes and lengths of the options that are read: the address asked for, the kind of message, the server.
+const KNOWN: [(u8, usize); 3] = [(50, 4), (53, 1), (54, 4)];
 
 /// What a client wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +61,7 @@ impl Request {
         if packet.get(MAGIC_AT..MAGIC_AT + 4)? != MAGIC {
             return None;
         }
-        let message = Message::decode(&mut Decoder::new(packet)).ok()?;
+        let message = Message::decode(&mut Decoder::new(&with_known_options(packet)?)).ok()?;
         // The length is checked before `chaddr()`, which trusts it.
         let ethernet = message.htype() == HType::Eth && message.hlen() == 6;
         if message.opcode() != Opcode::BootRequest || !ethernet || message.giaddr() != Ipv4Addr::UNSPECIFIED {
@@ -80,6 +84,29 @@ impl Request {
             flags: message.flags().into(),
         })
     }
+}
+
+/// The packet with the options alone that are read here, with the lengths that they must have. The decoder asserts
+/// lengths of some others.
+fn with_known_options(packet: &[u8]) -> Option<Vec<u8>> {
+    let mut known = packet.get(..MAGIC_AT + 4)?.to_vec();
+    let mut rest = packet.get(MAGIC_AT + 4..)?;
+    while let [code, tail @ ..] = rest {
+        match *code {
+            PAD => rest = tail,
+            END => break,
+            code => {
+                let length = usize::from(*tail.first()?);
+                let option = rest.get(..length + 2)?;
+                if KNOWN.contains(&(code, length)) {
+                    known.extend_from_slice(option);
+                }
+                rest = rest.get(length + 2..)?;
+            }
+        }
+    }
+    known.push(END);
+    Some(known)
 }
 
 const fn kind(message: MessageType) -> Kind {

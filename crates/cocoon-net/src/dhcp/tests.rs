@@ -197,6 +197,14 @@ proptest! {
     }
 
     #[test]
+    fn no_option_of_a_wrong_length_makes_the_server_panic(code: u8, length in 0..40_u8, fill: u8) {
+        let mut packet = ask(1, 10);
+        packet.truncate(240);
+        packet.extend([&[53, 1, 3, code, length][..], &vec![fill; usize::from(length)], &[255]].concat());
+        let _ = server(10..12).handle(&packet, at(0));
+    }
+
+    #[test]
     fn no_damage_to_a_real_packet_makes_the_server_panic(at_byte in 0..300_usize, value: u8, cut in 0..320_usize) {
         let mut packet = ask(1, 10);
         packet.resize(300, 0);

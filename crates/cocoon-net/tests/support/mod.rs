@@ -109,8 +109,12 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     pub(crate) async fn start(network: &NetworkConfig) -> Self {
+        Self::sweeping(network, Duration::from_millis(300)).await
+    }
+
+    pub(crate) async fn sweeping(network: &NetworkConfig, sweep_every: Duration) -> Self {
         let stop = CancellationToken::new();
-        let options = DaemonOptions { network: network.clone(), sweep_every: Duration::from_millis(300) };
+        let options = DaemonOptions { network: network.clone(), sweep_every };
         let task = tokio::spawn(daemon::run(options, stop.clone()));
         let socket = network.control_socket.clone();
         eventually("the daemon's control socket", || socket.exists() || task.is_finished()).await;
