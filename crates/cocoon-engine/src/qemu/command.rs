@@ -113,12 +113,14 @@ impl Line {
     }
 }
 
+/// There is no `graphics=off` here: with it, firmware and boot loader draw on the serial port, and a console
+/// log begins with their terminal codes. Without a display device they are silent.
 fn base(line: &mut Line, machine: &Machine, wiring: &Wiring) {
     line.pair(
         "-machine",
         format!(
             "{},memory-backend=ram0,mem-merge=off,dump-guest-core=off,\
-             usb=off,vmport=off,smbus=off,sata=off,i8042=off,graphics=off",
+             usb=off,vmport=off,smbus=off,sata=off,i8042=off",
             machine.machine_type
         ),
     );
