@@ -46,7 +46,7 @@ fn why(pod: &Pod) -> String {
         return known;
     }
     if asked {
-        format!("{known}; wake it with {}", wake(pod))
+        format!("{known}: {}", wake(pod))
     } else {
         format!("{known}; it is being woken, try again in some seconds")
     }
@@ -103,9 +103,9 @@ mod tests {
         for (pod, logs, exec) in [
             (
                 pod(asked.clone(), waiting("Hibernated")),
-                "container \"agent\" in pod \"demo-0\" is waiting to start: Hibernated: M; wake it with \
+                "container \"agent\" in pod \"demo-0\" is waiting to start: Hibernated: M: \
                  kubectl annotate pod -n default demo-0 vm.cocoonstack.io/hibernate-",
-                "container not running: Hibernated: M; wake it with \
+                "container not running: Hibernated: M: \
                  kubectl annotate pod -n default demo-0 vm.cocoonstack.io/hibernate-",
             ),
             (
