@@ -3,7 +3,7 @@
 //! Entry point: [`Events`]. Posting never waits; what does not fit into the queue is counted and dropped.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -70,8 +70,14 @@ impl Events {
             tracing::warn!(dropped, "too many different events within a short while; events are dropped");
             return false;
         }
-        let words = (uid.to_owned(), what.to_string());
-        told.insert(words, now).is_none()
+        // Not `insert`: words that are repeated all the time must be told again some day.
+        match told.entry((uid.to_owned(), what.to_string())) {
+            Entry::Vacant(place) => {
+                place.insert(now);
+                true
+            }
+            Entry::Occupied(_) => false,
+        }
     }
 
     fn event(&self, world: &dyn World, key: &PodKey, uid: &str, tone: Tone, what: &Trouble) -> Event {
@@ -161,5 +167,22 @@ mod tests {
             uids.push(event.involved_object.uid.unwrap());
         }
         assert_eq!(uids, ["u1", "u2", "u1"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn words_repeated_all_the_time_are_told_again_every_ten_minutes() {
+        let (events, mut sink) = Events::new("node");
+        let key = PodKey { namespace: "default".into(), name: "demo-0".into() };
+        let what = Trouble::new(Reason::ImageNotFound, "image x is nowhere");
+        for _ in 0..6 {
+            events.tell(&RealWorld, &key, "u1", Tone::Warning, &what);
+            tokio::time::advance(SAME_AGAIN / 2).await;
+        }
+        drop(events);
+        let mut told = 0;
+        while sink.queue.recv().await.is_some() {
+            told += 1;
+        }
+        assert_eq!(told, 3);
     }
 }

@@ -5,11 +5,7 @@
 
 pub mod object;
 
-use std::{
-    net::IpAddr,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use cocoon_kit::world::World;
 use k8s_openapi::{
@@ -23,6 +19,7 @@ use kube::{
     Api, Client,
     api::{Patch, PatchParams, PostParams},
 };
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use self::object::Facts;
@@ -36,19 +33,40 @@ const LEASE_SECONDS: i32 = 40;
 const LEASES: &str = "kube-node-lease";
 
 /// What the poller knows about the engine.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Health {
-    fault: Mutex<Option<String>>,
+    verdict: watch::Sender<Verdict>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Verdict {
+    NotAskedYet,
+    Well,
+    Fault(String),
+}
+
+impl Default for Health {
+    fn default() -> Self {
+        Self { verdict: watch::Sender::new(Verdict::NotAskedYet) }
+    }
 }
 
 impl Health {
     /// Notes whether the engine answered.
     pub fn note(&self, fault: Option<String>) {
-        *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+        let now = fault.map_or(Verdict::Well, Verdict::Fault);
+        self.verdict.send_if_modified(|verdict| {
+            let changed = std::mem::discriminant(verdict) != std::mem::discriminant(&now);
+            *verdict = now;
+            changed
+        });
     }
 
     fn fault(&self) -> Option<String> {
-        self.fault.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        match &*self.verdict.borrow() {
+            Verdict::Fault(message) => Some(message.clone()),
+            Verdict::NotAskedYet | Verdict::Well => None,
+        }
     }
 }
 
@@ -86,9 +104,24 @@ impl Registrar {
         Self { nodes, leases, config, host, health, world, address }
     }
 
-    /// Until `shutdown`.
+    /// Until `shutdown`. The first look waits until the engine has answered, or failed to: a node that
+    /// says Ready has an engine. Later turns are told within seconds.
     pub async fn run(self, shutdown: CancellationToken) {
+        let mut health = self.health.verdict.subscribe();
+        if *health.borrow_and_update() == Verdict::NotAskedYet {
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled() => return,
+                _ = health.changed() => {}
+            }
+        }
         loop {
+            health.mark_unchanged();
+            let turned = async {
+                // An engine that comes and goes is not told more often than this.
+                tokio::time::sleep(AGAIN).await;
+                health.changed().await
+            };
             let pause = match self.once().await {
                 Ok(()) => INTERVAL,
                 Err(error) => {
@@ -100,6 +133,7 @@ impl Registrar {
                 biased;
                 () = shutdown.cancelled() => return,
                 () = tokio::time::sleep(pause) => {}
+                _ = turned => {}
             }
         }
     }
@@ -176,6 +210,24 @@ impl Registrar {
                 renew_time: Some(MicroTime(self.world.now())),
                 ..LeaseSpec::default()
             }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_turn_wakes_the_registrar_and_the_newest_words_are_told() {
+        let health = Health::default();
+        let mut told = health.verdict.subscribe();
+        told.mark_unchanged();
+        for (fault, wakes) in [(Some("a"), true), (Some("b"), false), (None, true), (None, false)] {
+            health.note(fault.map(str::to_owned));
+            assert_eq!(told.has_changed().unwrap(), wakes, "{fault:?}");
+            assert_eq!(health.fault().as_deref(), fault);
+            told.mark_unchanged();
         }
     }
 }

@@ -1,7 +1,8 @@
 //! The pods of this node: list, watch, and the way to their owners.
 //!
 //! Entry points: [`PodWatch::list`] (a complete list, or an error) and [`PodWatch::follow`], which never
-//! ends by itself. Bookmarks move the position; 410 lists again; everything else backs off.
+//! ends by itself. Bookmarks move the position; 410 lists again; everything else backs off, and so does a
+//! watch that is closed before it told anything.
 
 pub mod router;
 pub mod table;
@@ -49,6 +50,8 @@ enum End {
     Expired,
     /// The server closed it in order.
     Closed,
+    /// It was closed at once, without a word.
+    Silent,
     Failed(kube::Error),
 }
 
@@ -86,6 +89,11 @@ impl PodWatch {
             let relist = match end {
                 End::Closed => false,
                 End::Expired => true,
+                End::Silent => {
+                    tracing::warn!("the watch of pods was closed at once, without a word");
+                    self.pause(&mut backoff, &shutdown).await;
+                    false
+                }
                 End::Failed(error) => {
                     tracing::warn!(error = %error, "watching pods failed");
                     self.pause(&mut backoff, &shutdown).await;
@@ -130,7 +138,7 @@ impl PodWatch {
             Err(kube::Error::Api(status)) if status.code == 410 => return End::Expired,
             Err(error) => return End::Failed(error),
         };
-        let mut stream = std::pin::pin!(stream);
+        let (mut stream, begun, mut silent) = (std::pin::pin!(stream), self.world.instant(), true);
         while let Some(event) = stream.next().await {
             match event {
                 Ok(event) => match self.take(event, position, router) {
@@ -139,8 +147,9 @@ impl PodWatch {
                 },
                 Err(error) => return End::Failed(error),
             }
+            silent = false;
         }
-        End::Closed
+        if silent && self.world.instant() < begun + FIRST_DELAY { End::Silent } else { End::Closed }
     }
 
     fn take(&self, event: WatchEvent<Pod>, position: &mut String, router: &Router) -> Result<(), End> {

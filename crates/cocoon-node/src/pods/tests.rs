@@ -26,6 +26,8 @@ struct Script {
     asked: Vec<String>,
     lists: Vec<Value>,
     watches: Vec<(u16, String)>,
+    /// Watches after those are closed at once instead of refused.
+    closes: bool,
 }
 
 fn client(script: &Arc<Mutex<Script>>) -> Client {
@@ -37,7 +39,11 @@ fn client(script: &Arc<Mutex<Script>>) -> Client {
             let position =
                 query.split('&').find(|part| part.starts_with("resourceVersion=")).unwrap_or_default();
             script.asked.push(format!("watch {position}"));
-            if script.watches.is_empty() { (500, String::new()) } else { script.watches.remove(0) }
+            if script.watches.is_empty() {
+                (if script.closes { 200 } else { 500 }, String::new())
+            } else {
+                script.watches.remove(0)
+            }
         } else {
             script.asked.push("list".to_owned());
             let list = if script.lists.len() > 1 { script.lists.remove(0) } else { script.lists[0].clone() };
@@ -79,15 +85,32 @@ async fn a_watch_goes_on_where_it_was_lists_again_after_410_and_backs_off_when_r
         ],
         ..Script::default()
     }));
-    let fake = Fake::default();
+    let table = follow_for_a_minute(&script).await;
+    assert!(table.get("1").is_none() && table.get("2").is_some(), "the missed deletion was told");
+    let asked = script.lock().unwrap().asked.clone();
+    let expected =
+        ["list", "watch resourceVersion=10", "watch resourceVersion=20", "list", "watch resourceVersion=50"];
+    assert_eq!(asked[..5], expected);
+    assert!(asked.len() < 20, "{} requests in a minute of trouble", asked.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_closes_at_once_is_not_repeated_without_pause() {
+    let lists = vec![list("10", &[stage::pod("a", "1", &[])])];
+    let script = Arc::new(Mutex::new(Script { lists, closes: true, ..Script::default() }));
+    follow_for_a_minute(&script).await;
+    let asked = script.lock().unwrap().asked.len();
+    assert!(asked < 20, "{asked} requests in a minute");
+}
+
+async fn follow_for_a_minute(script: &Arc<Mutex<Script>>) -> Arc<PodTable> {
+    let (fake, token, world) = (Fake::default(), CancellationToken::new(), Arc::new(RealWorld));
     let api = Arc::new(stage::Api::default());
-    let token = CancellationToken::new();
-    let world = Arc::new(RealWorld);
     let context =
         Context::new(NodeConfig::new("n1"), fake.ports(true), Arc::clone(&world) as _, api, token.clone());
     let router = Router::new(Arc::clone(&context));
     let table = Arc::new(PodTable::default());
-    let watch = PodWatch::new(client(&script), "n1", Arc::clone(&table), world);
+    let watch = PodWatch::new(client(script), "n1", Arc::clone(&table), world);
     let (changes, position) = watch.list().await.unwrap();
     assert_eq!((changes.len(), position.as_str()), (1, "10"));
     let end = token.clone();
@@ -95,10 +118,5 @@ async fn a_watch_goes_on_where_it_was_lists_again_after_410_and_backs_off_when_r
         tokio::time::sleep(Duration::from_secs(60)).await;
         end.cancel();
     });
-    assert!(table.get("1").is_none() && table.get("2").is_some(), "the missed deletion was told");
-    let asked = script.lock().unwrap().asked.clone();
-    let expected =
-        ["list", "watch resourceVersion=10", "watch resourceVersion=20", "list", "watch resourceVersion=50"];
-    assert_eq!(asked[..5], expected);
-    assert!(asked.len() < 20, "{} requests in a minute of trouble", asked.len());
+    table
 }
