@@ -1,8 +1,10 @@
 //! A lab: `cocoon up` on a fresh data folder, in a network namespace of its own.
 //!
 //! Entry point: [`Lab::start`]. Nothing in it touches the host's network. A dropped lab ends every
-//! process of its namespace (all of them are its own), removes the namespace and the data folder;
-//! [`Lab::stop`] ends it in order and says what was left behind.
+//! process of its namespace and every hypervisor on its folder (all of them are its own), removes the
+//! namespace and the data folder; [`Lab::stop`] ends it in order and says what was left behind.
+
+mod processes;
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -16,6 +18,9 @@ use anyhow::{Context as _, bail, ensure};
 use serde_json::Value;
 
 use crate::{build::Built, host, root};
+
+/// How often a dropped lab looks for processes to end.
+const END_ROUNDS: usize = 100;
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
@@ -302,6 +307,7 @@ impl Lab {
     }
 
     /// Processes, interfaces, rules, mounts and changed sysctls of the lab's namespace and folder.
+    /// Hypervisors are outside the namespace, so processes are looked for in both.
     pub fn leftovers(&self) -> anyhow::Result<Vec<String>> {
         let ns = self.namespace.as_str();
         let mut left = Vec::new();
@@ -326,11 +332,22 @@ impl Lab {
         Ok(left)
     }
 
-    /// Processes in the lab's namespace.
+    /// Processes in the lab's namespace, and others that hold anything of its folder: hypervisors, whose
+    /// network namespaces are their own.
     #[must_use]
     pub fn pids(&self) -> Vec<u32> {
-        let output = run(Command::new("ip").args(["netns", "pids", &self.namespace])).unwrap_or_default();
-        output.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+        let mut pids = processes::in_namespace(&self.namespace);
+        pids.extend(processes::holders(&self.folder));
+        pids.sort_unstable();
+        pids.dedup();
+        pids
+    }
+
+    /// Those of [`Lab::pids`] that are the lab's own: somebody may be looking at a file of it.
+    fn own_pids(&self) -> Vec<u32> {
+        let inside = processes::in_namespace(&self.namespace);
+        let own = |pid: &u32| inside.contains(pid) || processes::is_guest(*pid);
+        self.pids().into_iter().filter(own).collect()
     }
 
     /// Leaves everything running when the lab is dropped.
@@ -345,8 +362,16 @@ impl Drop for Lab {
             return;
         }
         let _ = self.kill();
-        for pid in self.pids() {
-            let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).stderr(Stdio::null()).status();
+        // One that was just being started when its parent went may show up a moment later.
+        for _ in 0..END_ROUNDS {
+            let pids = self.own_pids();
+            if pids.is_empty() {
+                break;
+            }
+            for pid in pids {
+                let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).stderr(Stdio::null()).status();
+            }
+            std::thread::sleep(Duration::from_millis(20));
         }
         let _ = host::quiet(Command::new("ip").args(["netns", "del", &self.namespace]));
         if std::env::var_os("COCOON_LAB_KEEP").is_none() {
