@@ -108,9 +108,11 @@ impl Owners {
     #[must_use]
     pub fn image(&self, image: &Image) -> Option<String> {
         let uses = |record: &&OwnerRecord| {
-            record.image == image.name
-                || record.image == image.id
-                || format!("{}:latest", record.image) == image.name
+            let boots = !matches!(record.phase, Phase::Deleting { .. });
+            boots
+                && (record.image == image.name
+                    || record.image == image.id
+                    || format!("{}:latest", record.image) == image.name)
         };
         let users = self.known.as_ref().map_or(0, |known| known.iter().filter(uses).count());
         self.claim(&format!("image {}", output::plain(&image.name)), |what, record| {
@@ -220,12 +222,41 @@ mod tests {
         }
     }
 
+    fn vm(id: &str, name: &str) -> Vm {
+        let time = "2026-01-02T03:04:05Z";
+        let vm = serde_json::json!({
+            "id": id, "hypervisor": "qemu", "state": "stopped", "pid": 0, "config": {"name": name},
+            "network_configs": [], "storage_configs": [], "first_booted": true, "snapshot_ids": {},
+            "created_at": time, "updated_at": time,
+        });
+        serde_json::from_value(vm).unwrap()
+    }
+
+    #[test]
+    fn a_vm_belongs_to_the_pod_with_its_name_or_id_and_another_to_nobody() {
+        let owners = owners(Phase::Up);
+        for vm in [vm("VMID", "renamed"), vm("OTHER", "vk-default-demo-0-8aaf2c")] {
+            let said = owners.vm(&vm).unwrap();
+            assert!(said.contains("kubectl delete pod -n default demo-0"), "{said}");
+            let said = owners.stopping(&vm).unwrap();
+            assert!(said.contains("-n default demo-0 vm.cocoonstack.io/hibernate=true"), "{said}");
+        }
+        assert_eq!((owners.vm(&vm("OTHER", "demo")), owners.stopping(&vm("OTHER", "demo"))), (None, None));
+    }
+
     #[test]
     fn an_image_is_needed_by_the_pods_that_boot_from_it() {
         let owners = owners(Phase::Up);
         let said = owners.image(&image("demo:1")).unwrap();
         assert!(said.contains("pod default/demo-0 boots from"), "{said}");
         assert_eq!(owners.image(&image("demo:2")), None);
+        let ending =
+            Phase::Deleting { live: true, keep: None, captured: None, pushed: false, outrun: Vec::new() };
+        assert_eq!(
+            self::owners(ending).image(&image("demo:1")),
+            None,
+            "a pod that is being deleted boots no more"
+        );
     }
 
     #[test]
