@@ -412,3 +412,20 @@ pub(crate) async fn let_go_by_name(shared: &Shared, reference: &str) -> Result<(
     }
     Ok(let_go(shared, &mut record).await?)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_written_out_whole_unless_its_time_is_over() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[1; 9000], 2 * SYNC_PIECE - 100).unwrap();
+        sync_until(&file, &Stop::default()).unwrap();
+        let late = sync_until(&file, &Stop::after(Duration::ZERO)).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        sync_until(&tempfile::tempfile().unwrap(), &Stop::default()).unwrap();
+    }
+}
