@@ -13,12 +13,11 @@ use crate::{
     error::{BringUpError, ChangeError, Fault, ImportError, LookupError},
     gc,
     model::{CloneSpec, Image, RunSpec, Snapshot, Vm, VmState},
-    paths::LogFolder,
     snapshot::{adopt, store::Stage},
     vm::{
         Shared, blocking, bring_up,
         capture::{self, Wish},
-        clone, guest, power, tear_down,
+        clone, guest, power, tear_down, tend,
     },
 };
 
@@ -118,23 +117,28 @@ impl Engine {
     /// All VMs, oldest first, with `creating` ones, reconciled with their processes.
     pub async fn list(&self) -> Result<Vec<Vm>, LookupError> {
         let records = self.shared.records.list().await?;
-        let logs: Vec<LogFolder> =
-            records.iter().map(|record| self.shared.log_folder(&record.vm.id)).collect();
-        blocking("logs of VMs", move || {
-            logs.iter().for_each(guest::trim_logs);
-            Ok::<_, std::convert::Infallible>(())
-        })
-        .await?;
+        tend::glance(&self.shared, &records).await?;
         Ok(records.into_iter().map(|record| self.shared.shown(record)).collect())
     }
 
     /// One VM by id, name or unique id prefix of at least three characters.
     pub async fn inspect(&self, vm: &str) -> Result<Vm, LookupError> {
-        Ok(self.shared.shown(self.shared.records.find(vm).await?))
+        let record = self.shared.records.find(vm).await?;
+        tend::glance(&self.shared, std::slice::from_ref(&record)).await?;
+        Ok(self.shared.shown(record))
     }
 
-    /// Cold start from the VM's own disk. Running already is success; a paused guest is resumed, and a
-    /// clone whose guest has not taken its identity yet is asked again.
+    /// The upkeep of running VMs, for whoever keeps the host to call about once a second: cuts their logs,
+    /// sees which guests QEMU stopped because the file system of their disk is full ([`Vm::disk_full`]), and
+    /// lets those go on once 64 MiB are free there. Never touches a guest that a capture paused. Returns a
+    /// line for each guest that goes on.
+    pub async fn tend(&self) -> Result<Vec<String>, Fault> {
+        tend::all(&self.shared).await
+    }
+
+    /// Cold start from the VM's own disk. Running already is success; a paused guest is resumed, one that
+    /// stands still on a full disk tries again, and a clone whose guest has not taken its identity yet is
+    /// asked again.
     pub async fn start(&self, vm: &str) -> Result<Vm, BringUpError> {
         power::start(&self.shared, vm).await
     }
@@ -291,8 +295,11 @@ impl Engine {
     }
 
     /// Removes what nothing needs: blobs, folders without record, half-made VMs without an owner, taps.
+    /// Does the upkeep of [`Engine::tend`] afterwards: there may be space again.
     pub async fn gc(&self) -> Result<Vec<String>, Fault> {
-        gc::all(&self.shared).await
+        let mut lines = gc::all(&self.shared).await?;
+        lines.extend(tend::all(&self.shared).await?);
+        Ok(lines)
     }
 }
 

@@ -146,6 +146,11 @@ pub struct Vm {
     /// `start` tries again.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub links_down: bool,
+    /// QEMU stopped the guest because the file system of its disk is full (ours; absent is false). It goes
+    /// on by [`crate::engine::Engine::tend`] once there is space, or by `start`. Never set together with
+    /// `paused`.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub disk_full: bool,
     /// Raised with each change of state.
     #[serde(default)]
     pub transition_generation: u64,

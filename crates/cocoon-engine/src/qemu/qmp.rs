@@ -112,6 +112,27 @@ impl Qmp {
         }
     }
 
+    /// Ends a transfer of state that is still under way. One that a killed operation left would stop the
+    /// guest once more when it is complete, whoever let it go on meanwhile.
+    pub(crate) async fn settle(&mut self, limit: Duration) -> Result<(), QmpError> {
+        let deadline = Instant::now() + limit;
+        let mut cancelled = false;
+        loop {
+            let state = self.execute("query-migrate", json!({})).await?;
+            match state.get("status").and_then(Value::as_str) {
+                Some("setup" | "active" | "device" | "pre-switchover" | "wait-unplug" | "cancelling") => {}
+                _ => return Ok(()),
+            }
+            if Instant::now() >= deadline {
+                return Err(QmpError::Silent("migrate_cancel".into()));
+            }
+            if !std::mem::replace(&mut cancelled, true) {
+                self.execute("migrate_cancel", json!({})).await?;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// `query-status`: `running`, `paused`, `postmigrate`, `inmigrate`…
     pub(crate) async fn status(&mut self) -> Result<String, QmpError> {
         let state = self.execute("query-status", json!({})).await?;
@@ -207,6 +228,25 @@ mod tests {
         for rubbish in ["nonsense", "{}", "[]", &"x".repeat(MAX_LINE + 2)] {
             let error = answer_to(rubbish).await.unwrap_err();
             assert!(matches!(error, QmpError::Protocol(_)), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_transfer_that_somebody_left_is_ended_and_one_that_is_over_is_left_alone() {
+        let status = |word: &str| format!(r#"{{"return": {{"status": "{word}"}}}}"#);
+        for (answers, well) in [
+            (vec![r#"{"return": {}}"#.to_owned()], true),
+            (vec![status("completed")], true),
+            (
+                vec![status("active"), r#"{"return": {}}"#.into(), status("cancelling"), status("cancelled")],
+                true,
+            ),
+            (vec![status("active"), "nonsense".into()], false),
+        ] {
+            let lines = [GREETING, r#"{"return": {}}"#].map(str::to_owned).into_iter().chain(answers.clone());
+            let (_folder, path) = monitor(lines.collect()).await;
+            let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).await.unwrap();
+            assert_eq!(qmp.settle(Duration::from_secs(5)).await.is_ok(), well, "{answers:?}");
         }
     }
 

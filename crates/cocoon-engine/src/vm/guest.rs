@@ -6,6 +6,7 @@ use std::{io, path::Path, time::Duration};
 
 use cocoon_guest::host::{Channel, GuestError};
 use cocoon_kit::files::Lock;
+use rustix::fs::{FlockOperation, flock};
 use thiserror::Error;
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -69,8 +70,9 @@ fn claim(run: &RunFolder, agent_port: bool) -> io::Result<Option<(usize, Lock)>>
     Ok(None)
 }
 
-/// Cuts what a guest can make grow: its console, and QEMU's complaints about it. A log that cannot be
-/// cut says nothing about its VM, so it only warns.
+/// Cuts what a guest can make grow: its console, and QEMU's complaints about it. Costs two looks at a
+/// file's length as long as nothing grew. A log that cannot be cut says nothing about its VM, so it only
+/// warns.
 pub(crate) fn trim_logs(logs: &LogFolder) {
     for path in [logs.console(), logs.qemu()] {
         if let Err(error) = trim_console(&path) {
@@ -89,6 +91,16 @@ fn trim_console(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
     };
+    let length = file.metadata()?.len();
+    if length <= LIMIT {
+        return Ok(());
+    }
+    // Two that cut at once would each put back what the other had put back.
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    }
     let length = file.metadata()?.len();
     if length <= LIMIT {
         return Ok(());
@@ -118,6 +130,20 @@ mod tests {
         let kept = std::fs::read_to_string(&path).unwrap();
         assert!(kept.len() <= 1 << 20 && kept.len() > 1 << 19);
         assert!(kept.lines().all(|kept| kept.len() == 10));
+    }
+
+    #[test]
+    fn a_log_that_somebody_else_is_cutting_is_left_to_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("console.log");
+        std::fs::write(&path, "x".repeat(5 << 20)).unwrap();
+        let other = std::fs::File::open(&path).unwrap();
+        flock(&other, FlockOperation::NonBlockingLockExclusive).unwrap();
+        trim_console(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 5 << 20);
+        drop(other);
+        trim_console(&path).unwrap();
+        assert!(std::fs::metadata(&path).unwrap().len() <= 1 << 20);
     }
 
     #[test]

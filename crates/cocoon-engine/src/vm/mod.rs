@@ -11,6 +11,7 @@ pub(crate) mod guest;
 pub(crate) mod power;
 pub(crate) mod reserve;
 pub(crate) mod tear_down;
+pub(crate) mod tend;
 
 use std::{
     future::Future,
@@ -63,6 +64,8 @@ pub(crate) struct Shared {
     pub(crate) snapshots: snapshot::store::Store,
     /// Images.
     pub(crate) images: image::Store,
+    /// What guests were last seen doing.
+    pub(crate) watch: tend::Watch,
     facts: OnceCell<Facts>,
 }
 
@@ -82,6 +85,7 @@ impl Shared {
             config,
             world,
             db,
+            watch: tend::Watch::default(),
             facts: OnceCell::new(),
         })
     }
@@ -168,12 +172,19 @@ impl Shared {
         self.records.save(record).await
     }
 
-    /// The object that users see: stored state against the process.
+    /// The object that users see: stored state against the process, and what its guest was last seen
+    /// doing.
     #[must_use]
     pub(crate) fn shown(&self, record: Record) -> Vm {
-        let alive = self.process_of(&record).is_some();
+        let process = self.process_of(&record);
+        let alive = process.is_some();
         let mut vm = record.vm;
         vm.links_down = record.links_down && alive;
+        let starved = process.is_some_and(|process| self.watch.starved(&vm.id, process));
+        vm.disk_full = starved && vm.state == VmState::Running && !vm.paused;
+        if vm.disk_full {
+            vm.warnings.push(tend::sentence(&vm.config.name, &self.run_folder(&vm.id).0));
+        }
         if vm.state == VmState::Running && !alive {
             vm.state = VmState::Stale;
             vm.paused = false;
@@ -230,9 +241,13 @@ pub(crate) fn monitor(vm: &str, step: &str, error: QmpError) -> Fault {
     Fault::new(format!("{step} of VM {vm}"), error)
 }
 
-/// Connects to a VM's command monitor.
+/// Connects to a VM's command monitor. The caller has the VM's lock, so a transfer of state that is
+/// still under way belongs to an operation that was killed: it is ended first.
 pub(crate) async fn connect(run: &RunFolder, vm: &str) -> Result<Qmp, Fault> {
-    Qmp::connect(&run.ctl(), MONITOR_LIMIT).await.map_err(|error| monitor(vm, "monitor", error))
+    let opened = Qmp::connect(&run.ctl(), MONITOR_LIMIT).await;
+    let mut qmp = opened.map_err(|error| monitor(vm, "monitor", error))?;
+    qmp.settle(MONITOR_LIMIT).await.map_err(|error| monitor(vm, "ending a left-over transfer", error))?;
+    Ok(qmp)
 }
 
 /// Waits for `work` while the hypervisor lives; its death ends the wait with what QEMU said.

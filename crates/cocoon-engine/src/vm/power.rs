@@ -9,7 +9,7 @@ use cocoon_guest::host::Exec;
 use super::{
     Shared, blocking,
     bring_up::{boot, finish},
-    capture, clone, guest, monitor, tear_down,
+    capture, clone, guest, monitor, tear_down, tend,
 };
 use crate::{
     error::{BringUpError, ChangeError, Fault},
@@ -24,8 +24,8 @@ const AGENT_POWER_OFF: [&str; 2] = ["/run/cocoon/agent", "poweroff"];
 /// How long the agent may take to be reached before the power button alone is tried.
 const AGENT_LIMIT: Duration = Duration::from_secs(5);
 
-/// Cold start from the VM's own disk. Running is success; paused, the guest goes on; links that are
-/// still down are tried again.
+/// Cold start from the VM's own disk. Running is success; paused or stopped for want of space, the guest
+/// goes on; links that are still down are tried again.
 pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringUpError> {
     let (mut record, _lock) = shared.lock_existing(reference, "start").await?;
     let name = record.vm.config.name.clone();
@@ -49,8 +49,9 @@ pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringU
 }
 
 async fn go_on(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
-    if record.vm.paused {
+    if record.vm.paused || tend::is_starved(shared, &record).await {
         capture::let_go(shared, &mut record).await?;
+        tend::is_starved(shared, &record).await;
     }
     if record.links_down {
         clone::identify_again(shared, &mut record).await?;

@@ -106,6 +106,7 @@ pub(crate) fn blank(id: String, config: VmConfig, now: jiff::Timestamp) -> Vm {
         cloned_from: String::new(),
         warnings: Vec::new(),
         links_down: false,
+        disk_full: false,
         transition_generation: 0,
         created_at: now,
         updated_at: now,

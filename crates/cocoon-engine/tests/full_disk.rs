@@ -1,0 +1,126 @@
+//! A real guest on a host whose disk fills up. Needs root, QEMU, the boot bundle and the embedded parts.
+
+#![allow(clippy::unwrap_used, clippy::unwrap_in_result, clippy::panic)]
+
+#[allow(dead_code, reason = "each test program uses a part of it")]
+mod support;
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use cocoon_engine::{engine::MemoryRecipe, model::VmState};
+use support::{Host, MIB, on_a_fresh_host, until};
+
+/// Numbered pieces, more than the host's disk will take, and then what came of it.
+const WRITER: &str = "(seq 1 150000 > /run/piece; for i in $(seq 1 24); do echo $i; cat /run/piece; done \
+                      > /root/pieces && sync && echo well > /root/done) >/dev/null 2>&1 &";
+/// Fails unless every piece arrived, as the disk has it.
+const ALL_THERE: &str = "echo 3 > /proc/sys/vm/drop_caches; \
+                         for i in $(seq 1 24); do echo $i; cat /run/piece; done | cmp - /root/pieces && echo whole";
+
+/// A small file system of its own for the VMs' folders.
+struct Small(PathBuf);
+
+impl Small {
+    fn mounted(at: &Path) -> Self {
+        std::fs::create_dir_all(at).unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "size=224m,mode=0700", "tmpfs"]).arg(at);
+        assert!(mount.status().unwrap().success());
+        Self(at.to_owned())
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.join("filler")
+    }
+
+    fn free(&self) -> u64 {
+        let facts = rustix::fs::statvfs(&self.0).unwrap();
+        facts.f_bavail * facts.f_frsize
+    }
+
+    /// Takes all space but `left` bytes.
+    fn fill(&self, left: u64) {
+        std::fs::write(self.filler(), vec![1; usize::try_from(self.free() - left).unwrap()]).unwrap();
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").args(["-l"]).arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_guest_whose_disk_found_no_space_says_so_and_goes_on_when_there_is_space() {
+    on_a_fresh_host("a_guest_whose_disk_found_no_space_says_so_and_goes_on_when_there_is_space", || async {
+        let mut small = None;
+        let host = Host::with(|config| small = Some(Small::mounted(&config.run_dir))).await;
+        let small = small.unwrap();
+        host.run("vm-a", 256 * MIB).await;
+        assert!(host.engine.tend().await.unwrap().is_empty());
+        small.fill(4 * MIB);
+        host.sh("vm-a", WRITER).await;
+        until("the end of the space", || async {
+            assert!(host.engine.tend().await.unwrap().is_empty(), "no space, no going on");
+            host.engine.inspect("vm-a").await.unwrap().disk_full
+        })
+        .await;
+        stopped_and_said_so(&host, &small).await;
+        // Another process sees it at its first look, without any upkeep.
+        let other = host.again(MemoryRecipe::Auto).await;
+        assert!(other.list().await.unwrap()[0].disk_full);
+        // A little space is not enough, and trying all the same loses nothing.
+        std::fs::File::options().write(true).open(small.filler()).unwrap().set_len(160 * MIB).unwrap();
+        assert!(small.free() < 64 * MIB);
+        assert!(host.engine.tend().await.unwrap().is_empty());
+        std::fs::remove_file(small.filler()).unwrap();
+        let begun = Instant::now();
+        let lines = host.engine.tend().await.unwrap();
+        assert!(matches!(lines.as_slice(), [line] if line.contains("vm-a goes on")), "{lines:?}");
+        assert!(!host.engine.inspect("vm-a").await.unwrap().disk_full);
+        while host.sh("vm-a", "cat /root/done || true").await != "well" {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the writer does not come to its end");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        println!("FIGURE from space to the end of the write {:?}", begun.elapsed());
+        assert_eq!(host.sh("vm-a", ALL_THERE).await, "whole");
+        a_capture_is_not_resumed(&host).await;
+        host.engine.remove("vm-a", true).await.unwrap();
+    });
+}
+
+async fn stopped_and_said_so(host: &Host, small: &Small) {
+    let vm = host.engine.inspect("vm-a").await.unwrap();
+    assert_eq!((vm.state, vm.paused), (VmState::Running, false));
+    let [warning] = vm.warnings.as_slice() else { panic!("{:?}", vm.warnings) };
+    for part in ["vm-a", &small.0.display().to_string(), "is full", "free at least 64 MiB"] {
+        assert!(warning.contains(part), "{part}: {warning}");
+    }
+    assert_eq!(host.engine.list().await.unwrap()[0].warnings, vm.warnings);
+    let shown = serde_json::to_value(&vm).unwrap();
+    assert_eq!((&shown["state"], &shown["disk_full"]), (&"running".into(), &true.into()));
+    // Asked to, it tries again at once, and the truth stays the truth.
+    host.engine.start("vm-a").await.unwrap();
+    until("the next stop", || async {
+        host.engine.tend().await.unwrap();
+        host.engine.inspect("vm-a").await.unwrap().disk_full
+    })
+    .await;
+}
+
+/// A guest that a capture paused stays paused, whatever space there is.
+async fn a_capture_is_not_resumed(host: &Host) {
+    host.engine.capture("vm-a", "s").await.unwrap();
+    for _ in 0..3 {
+        assert!(host.engine.tend().await.unwrap().is_empty());
+        let vm = host.engine.inspect("vm-a").await.unwrap();
+        assert_eq!((vm.paused, vm.disk_full), (true, false));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    host.engine.resume("vm-a").await.unwrap();
+    host.sh("vm-a", "true").await;
+}
