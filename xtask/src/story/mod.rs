@@ -175,6 +175,12 @@ impl Story<'_> {
     /// Whether the registry has `repository:tag`, asked with skopeo.
     fn tagged(&self, repository: &str, tag: &str) -> anyhow::Result<bool> {
         let said = self.skopeo(&["inspect", "--raw", &self.reference(repository, tag)])?;
+        let absent = said.stderr.contains("no descriptor found for reference");
+        ensure!(
+            said.code == 0 || absent,
+            "skopeo cannot tell whether {repository}:{tag} is there: {}",
+            said.stderr
+        );
         Ok(said.code == 0)
     }
 

@@ -1,10 +1,14 @@
 //! Certificates of `cocoon up`: one authority in the data folder, and what it signs.
 //!
-//! Entry point: [`Credentials::load`]. Everything but the authority is made anew at each start, so
-//! that nothing expires in a running system. The kubeconfig (0600) carries the administrator's
-//! certificate.
+//! Entry point: [`Credentials::load`]. The authority is kept; everything that it signs is made anew at
+//! each start. The kubeconfig (0600) carries the administrator's certificate; those of earlier starts
+//! stay valid as long as the authority.
 
-use std::{net::SocketAddr, path::Path, sync::Arc};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    sync::Arc,
+};
 
 use anyhow::Context as _;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
@@ -31,14 +35,16 @@ pub(super) struct Credentials {
 }
 
 impl Credentials {
-    /// Loads or makes the authority of `folder` and signs everything for `node`.
-    pub(super) fn load(folder: &Path, node: &str) -> anyhow::Result<Self> {
+    /// Loads or makes the authority of `folder` and signs everything for `node`, whose ports are on
+    /// `addresses`.
+    pub(super) fn load(folder: &Path, node: &str, addresses: &[IpAddr]) -> anyhow::Result<Self> {
         let authority = Authority::load_or_create(folder, "cocoon-up")?;
         let trusted = authority.certificate().to_owned();
-        let loopback = [[127, 0, 0, 1].into()];
+        let mut named = vec![IpAddr::from([127, 0, 0, 1])];
+        named.extend(addresses.iter().filter(|address| !address.is_loopback()));
         let names = ["localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"];
-        let api = authority.issue_server("kube-apiserver", &names, &loopback)?;
-        let kubelet = authority.issue_server(&format!("system:node:{node}"), &["localhost"], &loopback)?;
+        let api = authority.issue_server("kube-apiserver", &names, &named)?;
+        let kubelet = authority.issue_server(&format!("system:node:{node}"), &["localhost"], &named)?;
         let client = authority.issue_client(KUBELET_CLIENT, &["system:masters"])?;
         Ok(Self {
             api: tls::server_config(&api, &trusted)?,

@@ -3,7 +3,9 @@
 //! Entry point: [`DataFolder::open`].
 
 use std::{
+    fs::Permissions,
     io,
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
 };
 
@@ -58,7 +60,7 @@ impl DataFolder {
     pub(super) fn open(path: &Path) -> Result<Self, FolderError> {
         let folder = || path.display().to_string();
         let on_io = |source| FolderError::Io { folder: folder(), source };
-        files::private_folder(path).map_err(on_io)?;
+        files::private_folder(path).and_then(|()| close(path)).map_err(on_io)?;
         let path = &path.canonicalize().map_err(on_io)?;
         let lock_path = path.join("up.lock");
         let Some(lock) = Lock::try_acquire(&lock_path).map_err(on_io)? else {
@@ -90,6 +92,20 @@ impl DataFolder {
     }
 }
 
+/// Takes from others what they may do in a folder that was there before us.
+fn close(path: &Path) -> io::Result<()> {
+    const SHARED: u32 = 0o1000;
+    let mode = std::fs::metadata(path)?.permissions().mode();
+    if mode & SHARED != 0 {
+        return Err(io::Error::other("everybody may write there; name a folder of its own with --data-dir"));
+    }
+    if mode & 0o077 != 0 {
+        tracing::info!(folder = %path.display(), "the data folder is for its owner only from now on (0700)");
+        std::fs::set_permissions(path, Permissions::from_mode(0o700))?;
+    }
+    Ok(())
+}
+
 fn check_version(path: &Path) -> Result<(), FolderError> {
     let folder = || path.display().to_string();
     let file = path.join("version");
@@ -116,6 +132,18 @@ mod tests {
         assert!(refused.contains(&std::process::id().to_string()), "{refused}");
         drop(held);
         DataFolder::open(folder.path()).unwrap();
+    }
+
+    #[test]
+    fn an_existing_folder_is_closed_to_others_and_a_shared_one_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let set = |mode| std::fs::set_permissions(folder.path(), Permissions::from_mode(mode)).unwrap();
+        set(0o1777);
+        let FolderError::Io { source, .. } = DataFolder::open(folder.path()).unwrap_err() else { panic!() };
+        assert!(source.to_string().contains("--data-dir"), "{source}");
+        set(0o755);
+        DataFolder::open(folder.path()).unwrap();
+        assert_eq!(folder.path().metadata().unwrap().permissions().mode() & 0o777, 0o700);
     }
 
     #[test]

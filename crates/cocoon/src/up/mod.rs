@@ -12,7 +12,7 @@ mod network;
 use std::{
     io::Write as _,
     net::{Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::Duration,
 };
@@ -25,13 +25,17 @@ use cocoon_kit::{
     world::{RealWorld, World},
 };
 use cocoon_net::config::NetworkConfig;
-use cocoon_node::{Node, NodeConfig};
+use cocoon_node::{Node, NodeConfig, ports::Ports};
 use cocoon_oci::{layout::OciLayout, registry::Registry};
 use cocoon_plane::plane::{Plane, PlaneConfig, User};
 use ipnet::Ipv4Net;
+use k8s_openapi::{
+    api::{coordination::v1::Lease, core::v1::Node as NodeObject},
+    jiff::Timestamp,
+};
 use tokio::{
     net::TcpListener,
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -43,7 +47,7 @@ use folder::DataFolder;
 /// What `cocoon up` takes.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  cocoon up --data-dir /var/lib/cocoon &\n  export KUBECONFIG=/var/lib/cocoon/kubeconfig\n  kubectl get nodes\n\nExit codes: 0 ended by a signal, 1 a part failed."
+    after_help = "Example:\n  cocoon up --data-dir /var/lib/cocoon &\n  export KUBECONFIG=/var/lib/cocoon/kubeconfig\n  kubectl get nodes\n\nOCI_REGISTRY=oci-layout:PATH in the environment keeps saved VMs in that folder instead of <data-dir>/registry.\nVMs go on when it ends; the next `cocoon up` finds them again.\n\nExit status: 0 ended by a signal, 1 a part failed."
 )]
 pub struct UpArgs {
     /// Where everything is kept.
@@ -61,10 +65,10 @@ pub struct UpArgs {
     /// Name of the node; the host's name by default.
     #[arg(long, env = "VK_NODE_NAME")]
     node_name: Option<String>,
-    /// Node pool, the label `cocoonstack.io/pool`.
+    /// Group of nodes that this one belongs to, the label `cocoonstack.io/pool`.
     #[arg(long, env = "VK_NODE_POOL", default_value = "default")]
     pool: String,
-    /// Snapshot class, the label `cocoonstack.io/snapshot-cpu-class`.
+    /// Name shared by the hosts that can wake one another's VMs, the label `cocoonstack.io/snapshot-cpu-class`.
     #[arg(long, env = "VK_SNAPSHOT_CPU_CLASS")]
     snapshot_class: Option<String>,
     /// Bridge interface of the VMs.
@@ -76,7 +80,7 @@ pub struct UpArgs {
     /// Name servers for the VMs.
     #[arg(long, value_delimiter = ',', default_value = "8.8.8.8,1.1.1.1")]
     dns: Vec<Ipv4Addr>,
-    /// QEMU.
+    /// QEMU program.
     #[arg(long, default_value = "qemu-system-x86_64")]
     qemu: PathBuf,
     /// How clones get their memory: `auto` maps it privately, `full-stream` loads all of it.
@@ -96,57 +100,104 @@ enum Recipe {
     FullStream,
 }
 
+/// What is open and checked; nothing of it runs yet, and the host is as it was.
+struct Opened {
+    node_name: String,
+    kubeconfig: PathBuf,
+    api: TcpListener,
+    kubelet: TcpListener,
+    credentials: Credentials,
+    network: NetworkConfig,
+    registry: Arc<OciLayout>,
+    plane: Plane,
+    engine: Engine,
+    ports: Ports,
+    world: Arc<dyn World>,
+}
+
 /// Runs until a signal comes or a part fails.
 pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
     let begun = Instant::now();
+    let mut signals = Signals::install()?;
     host::check(&args.qemu, &args.boot_bundle)?;
     let folder = DataFolder::open(&args.data_dir)?;
-    let (api, kubelet) =
-        (bind(args.listen, "--listen").await?, bind(args.kubelet_listen, "--kubelet-listen").await?);
-    let node_name = args.node_name.clone().unwrap_or_else(host::name);
-    let credentials = Credentials::load(&folder.join("pki"), &node_name)?;
-    let network = network::config(&args.bridge, args.subnet, &args.dns, &folder.join("net"))?;
-    let world: Arc<dyn World> = Arc::new(RealWorld);
-    let registry = Arc::new(open_registry(&folder)?);
-    let plane = open_plane(&folder, &credentials, &world).await?;
-    let engine = Engine::open(engine_config(args, &folder, &network), Arc::clone(&world)).await?;
-    // Everything that may refuse has been asked; from here on the host is changed.
-    network::ensure(&network).await?;
-
+    let opened = open(args, &folder).await?;
+    let (engine, network) = (opened.engine.clone(), opened.network.clone());
     let tasks = Tasks::new();
-    let kubeconfig = folder.join("kubeconfig");
-    credentials.write_kubeconfig(&kubeconfig, api.local_addr()?)?;
-    serve_plane(&tasks, &plane, api, &credentials).await;
-    start_operator(&tasks, &plane, &registry, &world).await;
-    let client = client(&plane, node_user(&node_name));
-    let ports = cocoon_node::ports::real::ports(engine.clone(), registry, &network, &folder.join("node.db"))
-        .context("opening the node's records")?;
-    let node =
-        Node::new(node_config(args, &node_name, &kubelet, &credentials)?, client.clone(), ports, world);
-    let (token, kubelet) = (tasks.token(), kubelet.into_std().context("kubelet port")?);
-    tasks.spawn("node", Kind::Vital, async move { Ok(node.run(kubelet, token).await?) }).await;
-
-    let served = serve(&client, &node_name, &tasks, &kubeconfig, begun).await;
+    // From here on the host is changed: whatever happens, `leave` follows. A signal waits until the
+    // network daemon answers, else it could not be ended.
+    let served = match network::ensure(&network).await {
+        Err(error) => Err(error),
+        Ok(()) => tokio::select! {
+            biased;
+            () = signals.received() => Ok(()),
+            served = serve(args, opened, &tasks, begun) => served,
+        },
+    };
     tasks.shutdown(Duration::from_secs(30)).await;
     let left = leave(&engine, &network).await;
     served.and(left)
 }
 
-/// Says when everything is ready, then waits for the end.
-async fn serve(
-    client: &kube::Client,
-    node: &str,
-    tasks: &Tasks,
-    kubeconfig: &Path,
-    begun: Instant,
-) -> anyhow::Result<()> {
-    wait_for_node(client, node, tasks).await?;
-    say(&format!("export KUBECONFIG={}", kubeconfig.display()));
-    say(&format!("ready in {:.2} s", begun.elapsed().as_secs_f64()));
-    until_the_end(tasks).await?.map_or(Ok(()), |failure| bail!(failure))
+/// Asks everything that may refuse.
+async fn open(args: &UpArgs, folder: &DataFolder) -> anyhow::Result<Opened> {
+    let (api, kubelet) =
+        (bind(args.listen, "--listen").await?, bind(args.kubelet_listen, "--kubelet-listen").await?);
+    let node_name = args.node_name.clone().unwrap_or_else(host::name);
+    let addresses = [api.local_addr()?.ip(), kubelet.local_addr()?.ip()];
+    let credentials = Credentials::load(&folder.join("pki"), &node_name, &addresses)?;
+    let network = network::config(&args.bridge, args.subnet, &args.dns, &folder.join("net"))?;
+    let world: Arc<dyn World> = Arc::new(RealWorld);
+    let registry = Arc::new(open_registry(folder)?);
+    let plane = open_plane(folder, &credentials, &world).await?;
+    let engine = Engine::open(engine_config(args, folder, &network), Arc::clone(&world)).await?;
+    let (tags, records): (Arc<dyn Registry>, _) = (registry.clone(), folder.join("node.db"));
+    let ports = cocoon_node::ports::real::ports(engine.clone(), tags, &network, &records)
+        .context("opening the node's records")?;
+    let kubeconfig = folder.join("kubeconfig");
+    Ok(Opened {
+        node_name,
+        kubeconfig,
+        api,
+        kubelet,
+        credentials,
+        network,
+        registry,
+        plane,
+        engine,
+        ports,
+        world,
+    })
 }
 
+/// Starts all parts, says when everything is ready, then waits until one ends.
+async fn serve(args: &UpArgs, opened: Opened, tasks: &Tasks, begun: Instant) -> anyhow::Result<()> {
+    let Opened { node_name, kubeconfig, api, kubelet, credentials, registry, plane, ports, world, .. } =
+        opened;
+    let started = world.now();
+    credentials.write_kubeconfig(&kubeconfig, api.local_addr()?)?;
+    serve_plane(tasks, &plane, api, &credentials).await;
+    start_operator(tasks, &plane, &registry, &world).await;
+    let client = client(&plane, node_user(&node_name));
+    let config = node_config(args, &node_name, &kubelet, &credentials)?;
+    let node = Node::new(config, client.clone(), ports, world);
+    let (token, kubelet) = (tasks.token(), kubelet.into_std().context("kubelet port")?);
+    tasks.spawn("node", Kind::Vital, async move { Ok(node.run(kubelet, token).await?) }).await;
+
+    wait_for_node(&client, &node_name, started, tasks).await?;
+    say(&format!("export KUBECONFIG={}", kubeconfig.display()));
+    say(&format!("ready in {:.2} s", begun.elapsed().as_secs_f64()));
+    bail!(tasks.ended().await.unwrap_or_else(|| "a part ended".into()))
+}
+
+/// Binds a port of ours. Certificates and kubeconfig name the address, so it must be one.
 async fn bind(address: SocketAddr, flag: &str) -> anyhow::Result<TcpListener> {
+    if address.ip().is_unspecified() {
+        bail!(
+            "{flag} {address}: name the address that clients use; {} is none, and in no certificate",
+            address.ip()
+        );
+    }
     TcpListener::bind(address).await.with_context(|| {
         format!("port {address} cannot be had; end what uses it, or choose another with {flag}")
     })
@@ -271,34 +322,56 @@ fn node_config(
     })
 }
 
-async fn wait_for_node(client: &kube::Client, name: &str, tasks: &Tasks) -> anyhow::Result<()> {
-    use k8s_openapi::api::core::v1::Node as NodeObject;
+/// Waits until this start's agent has taken stock and reported: what the journal kept of an earlier
+/// start does not count, so the lease must have been renewed since `started`.
+async fn wait_for_node(
+    client: &kube::Client,
+    name: &str,
+    started: Timestamp,
+    tasks: &Tasks,
+) -> anyhow::Result<()> {
     let nodes = kube::Api::<NodeObject>::all(client.clone());
+    let leases = kube::Api::<Lease>::namespaced(client.clone(), "kube-node-lease");
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let node = nodes.get_opt(name).await?;
-        let conditions =
-            node.and_then(|node| node.status).and_then(|status| status.conditions).unwrap_or_default();
-        if conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True") {
+        let lease = leases.get_opt(name).await?;
+        let renewed = lease.and_then(|lease| lease.spec?.renew_time).is_some_and(|time| time.0 >= started);
+        if renewed && is_ready(nodes.get_opt(name).await?) {
             return Ok(());
         }
         if tasks.token().is_cancelled() {
             bail!(tasks.ended().await.unwrap_or_else(|| "ended before the node was ready".into()));
         }
         if Instant::now() > deadline {
-            bail!("node {name} is not ready after 30 s");
+            bail!("node {name} is not ready after 30 s; the log says why");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-async fn until_the_end(tasks: &Tasks) -> anyhow::Result<Option<String>> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    tokio::select! {
-        biased;
-        failure = tasks.ended() => Ok(Some(failure.unwrap_or_else(|| "a part ended".into()))),
-        _ = terminate.recv() => Ok(None),
-        _ = interrupt.recv() => Ok(None),
+fn is_ready(node: Option<NodeObject>) -> bool {
+    let conditions = node.and_then(|node| node.status?.conditions).unwrap_or_default();
+    conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}
+
+/// The signals that end us, heard from the first moment.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn install() -> anyhow::Result<Self> {
+        let hear = |kind| signal(kind).context("listening for signals");
+        Ok(Self { terminate: hear(SignalKind::terminate())?, interrupt: hear(SignalKind::interrupt())? })
+    }
+
+    async fn received(&mut self) {
+        tokio::select! {
+            biased;
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
     }
 }
 

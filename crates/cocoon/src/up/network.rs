@@ -65,6 +65,8 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
             bail!("the network daemon ended ({status}): {}", log_tail(network));
         }
         if Instant::now() > deadline {
+            // Nobody could find it again.
+            child.kill().and_then(|()| child.wait()).context("ending the network daemon")?;
             bail!("the network daemon did not answer within 10 s: {}", log_tail(network));
         }
         sleep(Duration::from_millis(5)).await;

@@ -154,14 +154,42 @@ fn from_inside_a_guest_every_host_port_but_dhcp_is_closed() {
     ]);
     let gateway = gateway.unwrap().trim().to_owned();
     assert!(!gateway.is_empty());
-    for port in ["22", "6443", "10250", "53", "80"] {
-        let script = format!("timeout 3 nc -w 2 {gateway} {port} </dev/null; echo code $?");
-        let said = lab.kubectl(&["exec", A.0, "--", "sh", "-c", &script]).unwrap();
-        assert!(!said.contains("code 0"), "port {port} of the host is open to the guest: {said}");
+    let listener = Listener::start(&lab, "7070");
+    let connect = |port: &str| format!("timeout 3 nc -w 2 {gateway} {port} </dev/null; echo code $?");
+    lab.wait("the host's own port", Duration::from_secs(10), || {
+        let said = lab.command("/bin/busybox".as_ref()).args(["sh", "-c", &connect("7070")]).output()?;
+        Ok(String::from_utf8_lossy(&said.stdout).contains("code 0").then_some(()))
+    })
+    .expect("from the host itself the port is open, so that the check below means something");
+    for port in ["7070", "22", "6443", "10250", "53", "80"] {
+        let said = lab.kubectl(&["exec", A.0, "--", "sh", "-c", &connect(port)]).unwrap();
+        // 1: no connection, 143: given up by `timeout`; another code says that nothing was tried.
+        assert!(
+            said.contains("code 1\n") || said.contains("code 143"),
+            "port {port} of the host, from the guest: {said}"
+        );
     }
+    drop(listener);
     let pinged = lab
         .kubectl(&["exec", A.0, "--", "sh", "-c", &format!("ping -c1 -W2 {gateway}; echo code $?")])
         .unwrap();
     assert!(!pinged.contains("code 0"), "the host answers a guest's ping: {pinged}");
     lab.kubectl(&["delete", "pod", A.0, "--timeout=20s"]).expect("delete ends");
+}
+
+/// Something on the host that answers on all its addresses.
+struct Listener(std::process::Child);
+
+impl Listener {
+    fn start(lab: &Lab, port: &str) -> Self {
+        let mut command = lab.command("/bin/busybox".as_ref());
+        Self(command.args(["nc", "-ll", "-p", port, "-e", "/bin/true"]).spawn().expect("busybox starts"))
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
