@@ -1,6 +1,6 @@
 //! A small certificate authority and TLS configurations.
 //!
-//! Entry points: [`Authority::load_or_create`] and [`server_config`]. Keys are P-256, files are
+//! Entry points: [`Authority::load_or_create`], [`server_config`] and [`Subject::of`]. Keys are P-256, files are
 //! 0600 in a 0700 folder. Invariants: an authority's key never leaves its folder; a server with a
 //! client authority asks for a client certificate but lets a caller without one connect, because
 //! tokens are checked later, above TLS.
@@ -17,6 +17,7 @@ use rustls::{
     server::WebPkiClientVerifier,
 };
 use thiserror::Error;
+use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use crate::files;
 
@@ -41,6 +42,14 @@ pub enum TlsError {
         /// What the library said.
         #[source]
         source: rcgen::Error,
+    },
+    /// Of several groups the library would write the last alone.
+    #[error("a certificate for {name} with {groups} groups cannot be made; give it one")]
+    Groups {
+        /// The common name.
+        name: String,
+        /// How many were wanted.
+        groups: usize,
     },
     /// A PEM text is not a usable certificate or key.
     #[error("unusable certificate or key for {name}")]
@@ -117,8 +126,11 @@ impl Authority {
         self.issue(name, params)
     }
 
-    /// A client certificate: `name` is the user, `groups` are its organisations (Kubernetes' reading).
+    /// A client certificate: `name` is the user, `groups` (one at most) are its organisations (Kubernetes' reading).
     pub fn issue_client(&self, name: &str, groups: &[&str]) -> Result<Identity, TlsError> {
+        if groups.len() > 1 {
+            return Err(TlsError::Groups { name: name.to_owned(), groups: groups.len() });
+        }
         self.issue(name, leaf(name, groups, ExtendedKeyUsagePurpose::ClientAuth))
     }
 
@@ -127,6 +139,27 @@ impl Authority {
         let key = KeyPair::generate().map_err(make)?;
         let certificate: Certificate = params.signed_by(&key, &self.issuer).map_err(make)?;
         Ok(Identity { certificate: certificate.pem(), key: key.serialize_pem() })
+    }
+}
+
+/// Who a certificate is of, in Kubernetes' reading.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Subject {
+    /// The user: the common name, never empty.
+    pub name: String,
+    /// The user's groups: the organisations.
+    pub groups: Vec<String>,
+}
+
+impl Subject {
+    /// The subject of a certificate (DER); `None` when it has no common name. Checks no chain: TLS does.
+    #[must_use]
+    pub fn of(certificate: &[u8]) -> Option<Self> {
+        let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
+        let subject = certificate.subject();
+        let name = subject.iter_common_name().next()?.as_str().ok().filter(|name| !name.is_empty())?;
+        let groups = subject.iter_organization().filter_map(|group| group.as_str().ok()).map(Into::into);
+        Some(Self { name: name.to_owned(), groups: groups.collect() })
     }
 }
 
@@ -232,5 +265,20 @@ mod tests {
         let client = second.issue_client("admin", &["system:masters"]).unwrap();
         server_config(&server, first.certificate()).unwrap();
         client_config(&client, first.certificate()).unwrap();
+    }
+
+    #[test]
+    fn a_certificate_says_who_and_in_which_groups_one_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let authority = Authority::load_or_create(folder.path(), "ca").unwrap();
+        let subject = |name: &str, groups: &[&str]| {
+            let identity = authority.issue_client(name, groups).unwrap();
+            Subject::of(&CertificateDer::from_pem_slice(identity.certificate.as_bytes()).unwrap())
+        };
+        let found = subject("system:node:n", &["system:nodes"]).unwrap();
+        assert_eq!((&*found.name, &*found.groups), ("system:node:n", &["system:nodes".into()][..]));
+        assert_eq!(subject("", &["system:masters"]), None);
+        assert_eq!(Subject::of(b"no certificate"), None);
+        assert!(matches!(authority.issue_client("a", &["b", "c"]), Err(TlsError::Groups { groups: 2, .. })));
     }
 }

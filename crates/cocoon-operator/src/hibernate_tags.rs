@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use cocoon_kit::{backoff::Backoff, world::World};
+use cocoon_kit::{backoff::Backoff, failure, world::World};
 use cocoon_meta::{
     HibernateState, LifecycleState, LifecycleStatus, VmSpec, is_pod_ready, vm_live, vm_name_for_pod,
     woken_from,
@@ -191,22 +191,12 @@ impl Dropper {
                 self.done.insert(uid, consumed.woken_from);
             }
             Err(error) => {
-                tracing::warn!(vm = consumed.vm_name, error = %chain(&error), "a consumed hibernate tag stays for now");
+                tracing::warn!(vm = consumed.vm_name, error = %failure::chain(&error), "a consumed hibernate tag stays for now");
                 let due = self.world.instant() + backoff.next(&*self.world);
                 self.owed.insert(uid, Owed { consumed, backoff, due });
             }
         }
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text.push_str(&format!(": {cause}"));
-        source = cause.source();
-    }
-    text
 }
 
 /// Drops the tag if the snapshot behind it is the consumed one; says whether it did.

@@ -1,26 +1,20 @@
 //! Who asks: client certificate, else bearer token.
 //!
-//! Entry points: [`certificate_user`] and [`token_user`]. Invariant: tokens are compared by their hashes, so
+//! Entry points: [`certified`] and [`Tokens::user`]. Invariant: tokens are compared by their hashes, so
 //! that how long a comparison takes tells nothing about the token.
 
+use cocoon_kit::tls::Subject;
 use http::{HeaderMap, header};
-use rustls::pki_types::CertificateDer;
 use sha2::{Digest as _, Sha256};
-use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use crate::plane::User;
 
 /// Group of everybody who is known.
 const AUTHENTICATED: &str = "system:authenticated";
 
-/// The user of a verified client certificate: common name and organisations.
-pub(crate) fn certificate_user(certificate: &CertificateDer<'_>) -> Option<User> {
-    let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
-    let subject = certificate.subject();
-    let name = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
-    let groups =
-        subject.iter_organization().filter_map(|group| group.as_str().ok()).map(Into::into).collect();
-    (!name.is_empty()).then(|| known(User { name, groups }))
+/// The user of a verified client certificate.
+pub(crate) fn certified(Subject { name, groups }: Subject) -> User {
+    known(User { name, groups })
 }
 
 /// `user` with the group that all known users are in.

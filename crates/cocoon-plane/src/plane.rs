@@ -7,7 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use cocoon_kit::world::World;
+use cocoon_kit::{door::Refused, world::World};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tower::util::BoxCloneSyncService;
@@ -66,6 +66,8 @@ pub(crate) struct Inner {
     pub(crate) pages: Pages,
     pub(crate) proxy: Proxy,
     pub(crate) authority: OnceLock<String>,
+    /// Connections that found no place.
+    pub(crate) refused: Refused,
     tokens: Tokens,
 }
 
@@ -136,6 +138,7 @@ impl Plane {
             pages: Pages::default(),
             proxy: Proxy::default(),
             authority: OnceLock::new(),
+            refused: Refused::default(),
             config,
         };
         controllers::make_namespaces(&inner)

@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use cocoon_kit::failure;
 use futures::{StreamExt as _, stream};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use http_body_util::BodyExt as _;
@@ -152,12 +153,8 @@ enum ReachError {
 impl ReachError {
     fn told(&self, place: &Place) -> ApiError {
         let Place { node, address, port, .. } = place;
-        let mut text = format!("error dialing backend: node {node} at {address}:{port}: {self}");
-        let mut cause = std::error::Error::source(self);
-        while let Some(error) = cause {
-            text.push_str(&format!(": {error}"));
-            cause = error.source();
-        }
+        let why = failure::chain(self);
+        let text = format!("error dialing backend: node {node} at {address}:{port}: {why}");
         ApiError::new(502, "InternalError", text)
     }
 }

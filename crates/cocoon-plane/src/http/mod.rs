@@ -110,12 +110,14 @@ fn metrics(inner: &Inner) -> String {
          # TYPE cocoon_plane_window_oldest gauge\ncocoon_plane_window_oldest {}\n\
          # TYPE cocoon_plane_watchers_ended_total counter\ncocoon_plane_watchers_ended_total {}\n\
          # TYPE cocoon_plane_journal_waiting_bytes gauge\ncocoon_plane_journal_waiting_bytes {}\n\
-         # TYPE cocoon_plane_journal_refused_total counter\ncocoon_plane_journal_refused_total {}\n",
+         # TYPE cocoon_plane_journal_refused_total counter\ncocoon_plane_journal_refused_total {}\n\
+         # TYPE cocoon_plane_connections_refused_total counter\ncocoon_plane_connections_refused_total {}\n",
         store.revision(),
         store.oldest(),
         store.ended_watchers(),
         journal.waiting(),
-        journal.refused()
+        journal.refused(),
+        inner.refused.count()
     )
 }
 

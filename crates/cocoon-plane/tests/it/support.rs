@@ -131,6 +131,15 @@ impl Client {
         self.ask("PATCH", path, "application/strategic-merge-patch+json", body.to_string()).await
     }
 
+    /// The value of a metric.
+    pub(crate) async fn metric(&self, name: &str) -> u64 {
+        let request = http::Request::get("/metrics").body(Body::empty()).unwrap();
+        let text = self.send(request).await.into_body().collect().await.unwrap().to_bytes();
+        let text = String::from_utf8(text.to_vec()).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(&format!("{name} ")));
+        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+    }
+
     pub(crate) async fn watch(&self, path: &str) -> Watch {
         let response = self.send(http::Request::get(path).body(Body::empty()).unwrap()).await;
         assert_eq!(response.status(), 200);
