@@ -27,6 +27,19 @@ struct State {
     hidden: BTreeSet<String>,
 }
 
+impl State {
+    fn point(&mut self, repository: &str, reference: &str, media_type: &str, bytes: Bytes) -> String {
+        let digest = digest::of(&bytes);
+        let manifest = Manifest { bytes, media_type: media_type.to_owned(), digest: digest.clone() };
+        self.manifests.insert(key(repository, &digest), manifest.clone());
+        self.manifests.insert(key(repository, reference), manifest);
+        if let Some(hidden) = self.hidden.take(reference) {
+            self.failing.insert(hidden);
+        }
+        digest
+    }
+}
+
 /// A registry in memory.
 #[derive(Debug, Default)]
 pub struct Memory {
@@ -73,6 +86,11 @@ impl Memory {
     /// From now on every request that names `object` (a digest, tag or repository) cannot be answered.
     pub fn fail(&self, object: &str) {
         self.state().failing.insert(object.to_owned());
+    }
+
+    /// `object` can be asked again.
+    pub fn mend(&self, object: &str) {
+        self.state().failing.remove(object);
     }
 
     /// Once a manifest was put under `reference`, that reference can be asked no more.
@@ -154,15 +172,22 @@ impl Registry for Memory {
         bytes: Bytes,
     ) -> Result<String, RegistryError> {
         self.ready([repository, reference])?;
-        let digest = digest::of(&bytes);
-        let manifest = Manifest { bytes, media_type: media_type.to_owned(), digest: digest.clone() };
+        Ok(self.state().point(repository, reference, media_type, bytes))
+    }
+
+    async fn put_tag_if(
+        &self,
+        repository: &str,
+        tag: &str,
+        expected: Option<&str>,
+        media_type: &str,
+        bytes: Bytes,
+    ) -> Result<Option<String>, RegistryError> {
+        self.ready([repository, tag])?;
         let mut state = self.state();
-        state.manifests.insert(key(repository, &digest), manifest.clone());
-        state.manifests.insert(key(repository, reference), manifest);
-        if let Some(hidden) = state.hidden.take(reference) {
-            state.failing.insert(hidden);
-        }
-        Ok(digest)
+        let now = state.manifests.get(&key(repository, tag)).map(|manifest| manifest.digest.as_str());
+        let ours = now == expected;
+        Ok(ours.then(|| state.point(repository, tag, media_type, bytes)))
     }
 
     async fn get_manifest(

@@ -101,6 +101,29 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
         media_type: &str,
         bytes: Bytes,
     ) -> Result<String, RegistryError>;
+    /// Points a tag to a manifest if it points to `expected` now (`None`: if it is not there); returns the
+    /// manifest's digest, or `None` if the tag is elsewhere and stays. This default looks and then puts, since
+    /// the distribution API knows no conditional put: what another writer puts between the two requests is
+    /// lost. That window is one request long; a writer that reads the tag back sees whether it was overwritten
+    /// until then, and whoever overwrote it does not learn what it replaced. Where it matters, only one
+    /// writer at a time has the tag (I1). Implementations that can do it in one step override it.
+    async fn put_tag_if(
+        &self,
+        repository: &str,
+        tag: &str,
+        expected: Option<&str>,
+        media_type: &str,
+        bytes: Bytes,
+    ) -> Result<Option<String>, RegistryError> {
+        if !is_tag(tag) {
+            return Err(RegistryError::InvalidName(tag.to_owned()));
+        }
+        let now = self.get_manifest(repository, tag).await?.map(|now| now.digest);
+        if now.as_deref() != expected {
+            return Ok(None);
+        }
+        self.put_manifest(repository, tag, media_type, bytes).await.map(Some)
+    }
     /// Reads a manifest, verified. `None`: not there.
     async fn get_manifest(
         &self,

@@ -230,6 +230,72 @@ async fn many_pushers_and_a_collector_at_once_lose_no_tag() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_collector_that_reads_manifests_holds_up_no_pusher_and_takes_nothing_of_its_push() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = Arc::new(OciLayout::open(folder.path()).unwrap());
+    let old = manifest(&layout, &[b"old"]).await;
+    let digest = put(&layout, "vm", "latest", &old).await.unwrap();
+    let stray = blob(&layout, b"stray").await;
+    // A manifest that takes as long to read as the test likes.
+    let slow = folder.path().join("blobs/sha256").join(digest::hex_of(&digest).unwrap());
+    std::fs::remove_file(&slow).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &slow, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let collecting = tokio::spawn({
+        let layout = Arc::clone(&layout);
+        async move { layout.collect(Duration::ZERO).await }
+    });
+    // Opening waits for the reader.
+    let mut pipe = tokio::task::spawn_blocking({
+        let slow = slow.clone();
+        move || std::fs::File::options().write(true).open(slow).unwrap()
+    })
+    .await
+    .unwrap();
+    let new = manifest(&layout, &[b"new"]).await;
+    let pushing = put(&layout, "vm", "hibernate", &new);
+    tokio::time::timeout(Duration::from_secs(10), pushing)
+        .await
+        .expect("the collector holds the lock")
+        .unwrap();
+    std::io::Write::write_all(&mut pipe, &old.to_bytes()).unwrap();
+    drop(pipe);
+    let collected = collecting.await.unwrap().unwrap();
+    assert_eq!(collected.blobs, 1);
+    assert!(!layout.has_blob("vm", &stray.digest).await.unwrap());
+    for layer in new.layers.iter().chain(&old.layers) {
+        assert!(body(&layout, &layer.digest).await.is_some());
+    }
+    assert!(layout.get_manifest("vm", "hibernate").await.unwrap().is_some());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_many_who_replace_the_same_manifest_one_wins() {
+    let folder = tempfile::tempdir().unwrap();
+    let layout = Arc::new(OciLayout::open(folder.path()).unwrap());
+    let mut expected = None;
+    for round in 0..5_u8 {
+        let tries = (0..6_u8).map(|number| {
+            let (layout, expected) = (Arc::clone(&layout), expected.clone());
+            tokio::spawn(async move {
+                let document = manifest(&layout, &[&[round, number]]).await;
+                let bytes = document.to_bytes().into();
+                layout.put_tag_if("vm", "t", expected.as_deref(), OCI_MANIFEST, bytes).await.unwrap()
+            })
+        });
+        let mut won = Vec::new();
+        for one in tries.collect::<Vec<_>>() {
+            won.extend(one.await.unwrap());
+        }
+        assert_eq!(won.len(), 1, "{won:?}");
+        assert_eq!(layout.get_manifest("vm", "t").await.unwrap().unwrap().digest, won[0]);
+        expected = won.pop();
+    }
+    let document = manifest(&layout, &[b"late"]).await;
+    let put = layout.put_tag_if("vm", "t", None, OCI_MANIFEST, document.to_bytes().into()).await;
+    assert_eq!(put.unwrap(), None, "a tag that is there is not absent");
+}
+
 /// Needs root, as the whole test run does: a small tmpfs is the only honest full disk.
 #[tokio::test]
 async fn a_full_disk_says_so_and_leaves_the_tag_as_it_was() {

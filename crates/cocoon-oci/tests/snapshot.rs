@@ -164,6 +164,107 @@ async fn a_push_that_cannot_be_read_back_says_that_the_tag_may_have_moved() {
 }
 
 #[tokio::test]
+async fn the_next_try_of_an_unconfirmed_push_knows_its_own_manifest() {
+    let registry = Memory::new();
+    let options = |second| PushOptions {
+        tag_guard: TagGuard::AbsentOr(Vec::new()),
+        created: jiff::Timestamp::from_second(second).unwrap(),
+        ..small()
+    };
+    registry.fail_after_put("hibernate");
+    let error = pushed(&registry, "hibernate", "s", &options(1)).await.unwrap_err();
+    let PushError::Unconfirmed { digest: first, .. } = error else { panic!("{error}") };
+    registry.mend("hibernate");
+    let other = pushed(&registry, "hibernate", "other", &options(2)).await.unwrap_err();
+    assert!(
+        matches!(other, PushError::TagMoved { found, .. } if found == first),
+        "another snapshot is not it"
+    );
+    let second = pushed(&registry, "hibernate", "s", &options(2)).await.unwrap();
+    assert_ne!(first, second, "made at another time");
+    // What is there cannot be told from a snapshot of ours: doubt, not "moved".
+    let manifest = registry.get_manifest(VM, "hibernate").await.unwrap().unwrap();
+    let config = Document::parse(&manifest.bytes).unwrap().config.digest;
+    registry.fail(&config);
+    let doubt = pushed(&registry, "hibernate", "s", &options(3)).await.unwrap_err();
+    assert!(matches!(doubt, PushError::Registry { .. }), "{doubt}");
+}
+
+/// A registry in which somebody else writes the tag just after our look at it.
+#[derive(Debug)]
+struct Rival {
+    registry: Memory,
+    looks: std::sync::atomic::AtomicU32,
+}
+
+#[async_trait::async_trait]
+impl Registry for Rival {
+    async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
+        self.registry.has_blob(repository, digest).await
+    }
+    async fn put_blob(
+        &self,
+        repository: &str,
+        digest: &str,
+        size: u64,
+        body: cocoon_oci::registry::Body,
+    ) -> Result<(), RegistryError> {
+        self.registry.put_blob(repository, digest, size, body).await
+    }
+    async fn get_blob(
+        &self,
+        repository: &str,
+        digest: &str,
+    ) -> Result<Option<cocoon_oci::registry::Body>, RegistryError> {
+        self.registry.get_blob(repository, digest).await
+    }
+    async fn put_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+        media_type: &str,
+        bytes: bytes::Bytes,
+    ) -> Result<String, RegistryError> {
+        self.registry.put_manifest(repository, reference, media_type, bytes).await
+    }
+    async fn put_tag_if(
+        &self,
+        repository: &str,
+        tag: &str,
+        expected: Option<&str>,
+        media_type: &str,
+        bytes: bytes::Bytes,
+    ) -> Result<Option<String>, RegistryError> {
+        self.registry.put_tag_if(repository, tag, expected, media_type, bytes).await
+    }
+    async fn get_manifest(
+        &self,
+        repository: &str,
+        reference: &str,
+    ) -> Result<Option<cocoon_oci::registry::Manifest>, RegistryError> {
+        let found = self.registry.get_manifest(repository, reference).await;
+        // The look before the blobs is the first, the one before the manifest the second.
+        if self.looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 1 {
+            self.registry.insert_manifest(repository, reference, OCI_MANIFEST, "{}");
+        }
+        found
+    }
+    async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError> {
+        self.registry.delete_manifest(repository, reference).await
+    }
+}
+
+#[tokio::test]
+async fn a_registry_that_compares_and_puts_in_one_step_lets_nobody_elses_write_be_lost() {
+    let registry = Rival { registry: Memory::new(), looks: 0.into() };
+    let options = PushOptions { tag_guard: TagGuard::AbsentOr(Vec::new()), ..small() };
+    let error = pushed(&registry, "hibernate", "s", &options).await.unwrap_err();
+    assert!(matches!(&error, PushError::TagMoved { found, .. } if *found == digest::of(b"{}")), "{error}");
+    let there = registry.registry.get_manifest(VM, "hibernate").await.unwrap().unwrap();
+    assert_eq!(&there.bytes[..], b"{}");
+}
+
+#[tokio::test]
 async fn a_blob_that_a_crash_cut_is_sent_again() {
     let folder = tempfile::tempdir().unwrap();
     let layout = OciLayout::open(folder.path()).unwrap();

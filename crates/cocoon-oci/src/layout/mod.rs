@@ -23,7 +23,7 @@ use bytes::{Bytes, BytesMut};
 use tokio::{io::AsyncReadExt as _, sync::mpsc};
 
 pub use store::Collected;
-use store::Store;
+use store::{Now, Store};
 
 use crate::{
     digest::{self, Hasher},
@@ -69,7 +69,8 @@ impl OciLayout {
 
     /// Removes blobs that no manifest of `index.json` needs and that nobody stored or asked for within
     /// `grace`, and left-overs of dead writers. Safe beside pushes: one that loses a blob to a too short
-    /// grace fails at its manifest, and no tag moves.
+    /// grace fails at its manifest, and no tag moves. They hardly wait for it: manifests are read before
+    /// the layout is locked, and only those that came meanwhile under the lock.
     pub async fn collect(&self, grace: Duration) -> Result<Collected, RegistryError> {
         self.blocking(move |store| store.collect(grace)).await
     }
@@ -94,6 +95,11 @@ fn check(repository: &str, reference: Option<&str>) -> Result<(), RegistryError>
         }
         _ => Ok(()),
     }
+}
+
+fn check_tag(repository: &str, tag: &str) -> Result<(), RegistryError> {
+    check(repository, None)?;
+    if is_tag(tag) { Ok(()) } else { Err(RegistryError::InvalidName(tag.to_owned())) }
 }
 
 #[async_trait]
@@ -175,7 +181,26 @@ impl Registry for OciLayout {
     ) -> Result<String, RegistryError> {
         check(repository, Some(reference))?;
         let [repository, reference, media_type] = [repository, reference, media_type].map(str::to_owned);
-        self.blocking(move |store| store.put_manifest(&repository, &reference, &media_type, &bytes)).await
+        let put = self.blocking(move |store| {
+            store.put_manifest(&repository, &reference, &media_type, &bytes, &Now::Any)
+        });
+        // Any is always met.
+        put.await.map(Option::unwrap_or_default)
+    }
+
+    async fn put_tag_if(
+        &self,
+        repository: &str,
+        tag: &str,
+        expected: Option<&str>,
+        media_type: &str,
+        bytes: Bytes,
+    ) -> Result<Option<String>, RegistryError> {
+        check_tag(repository, tag)?;
+        let [repository, tag, media_type] = [repository, tag, media_type].map(str::to_owned);
+        let expected = Now::At(expected.map(str::to_owned));
+        self.blocking(move |store| store.put_manifest(&repository, &tag, &media_type, &bytes, &expected))
+            .await
     }
 
     async fn get_manifest(
@@ -195,10 +220,7 @@ impl Registry for OciLayout {
     }
 
     async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
-        check(repository, None)?;
-        if !is_tag(tag) {
-            return Err(RegistryError::InvalidName(tag.to_owned()));
-        }
+        check_tag(repository, tag)?;
         let [repository, tag, digest] = [repository, tag, digest].map(str::to_owned);
         self.blocking(move |store| store.delete_tag_if(&repository, &tag, &digest)).await
     }

@@ -6,6 +6,7 @@
 //! while all that it needs is there.
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     fs::{File, OpenOptions},
     io::{self, Write as _},
     os::unix::fs::OpenOptionsExt as _,
@@ -38,6 +39,14 @@ pub struct Collected {
 #[derive(Debug, Clone)]
 pub(super) struct Store {
     pub(super) root: PathBuf,
+}
+
+/// Where a name must point for it to be moved.
+#[derive(Debug)]
+pub(super) enum Now {
+    Any,
+    /// To this manifest, or nowhere.
+    At(Option<String>),
 }
 
 /// A held lock; the kernel lets go of it when the file closes.
@@ -237,14 +246,16 @@ impl Store {
         Ok(None)
     }
 
-    /// Stores a manifest and points a name to it, if all that it needs is there.
+    /// Stores a manifest and points a name to it, if all that it needs is there. `None`: the name is not where
+    /// it should be now, and stays; the look and the change are under one lock.
     pub(super) fn put_manifest(
         &self,
         repository: &str,
         reference: &str,
         media_type: &str,
         bytes: &[u8],
-    ) -> Result<String, RegistryError> {
+        now: &Now,
+    ) -> Result<Option<String>, RegistryError> {
         let digest = digest::of(bytes);
         if digest::is_valid(reference) && reference != digest {
             return Err(RegistryError::Corrupt { object: reference.to_owned() });
@@ -257,6 +268,11 @@ impl Store {
         })?;
         let _held = self.locked(FlockOperation::LockExclusive)?;
         let mut index = Index::read(&self.root)?;
+        if let Now::At(expected) = now
+            && index.find(repository, reference).map(|entry| entry.digest) != *expected
+        {
+            return Ok(None);
+        }
         for needed in document.descriptors() {
             self.whole(needed).map_err(|why| {
                 let root = self.root.display();
@@ -268,7 +284,7 @@ impl Store {
         files::sync_folder(&self.blobs()).map_err(|error| self.full(&digest, error))?;
         index.point(repository, reference, &Target { digest: &digest, media_type, size: bytes.len() });
         index.write(&self.root)?;
-        Ok(digest)
+        Ok(Some(digest))
     }
 
     /// Whether a blob is there with the length that its descriptor says: a crashed machine leaves files cut.
@@ -319,51 +335,67 @@ impl Store {
         index.write(&self.root).map(|()| true)
     }
 
-    /// Every digest that `index.json` needs, however deep.
-    fn needed(&self) -> Result<std::collections::BTreeSet<String>, RegistryError> {
-        let mut needed = std::collections::BTreeSet::new();
-        let mut open: Vec<String> = Index::read(&self.root)?.entries().map(|entry| entry.digest).collect();
-        while let Some(digest) = open.pop() {
-            if !needed.insert(digest.clone()) {
-                continue;
-            }
-            let document = Document::parse(&self.document(&digest)?).map_err(|why| {
-                RegistryError::unavailable(
-                    format!("collecting garbage: manifest {digest} cannot be read"),
-                    why,
-                )
-            })?;
-            open.extend(document.manifests.iter().map(|child| child.digest.clone()));
-            needed.extend(document.layers.iter().map(|layer| layer.digest.clone()));
-            needed.insert(document.config.digest);
-        }
-        Ok(needed)
-    }
-
     /// Removes blobs that nothing needs and that nobody stored or looked up within `grace`.
     pub(super) fn collect(&self, grace: Duration) -> Result<Collected, RegistryError> {
-        let _held = self.locked(FlockOperation::LockExclusive)?;
-        let needed = self.needed()?;
-        let mut collected = Collected::default();
-        let sweep = |collected: &mut Collected| -> io::Result<()> {
-            for entry in std::fs::read_dir(self.blobs())? {
-                let entry = entry?;
-                let name = entry.file_name().to_string_lossy().into_owned();
-                let metadata = entry.metadata()?;
-                let fresh = age(&metadata) < grace;
-                if needed.contains(&format!("sha256:{name}")) || (fresh && !grace.is_zero()) {
-                    continue;
-                }
-                std::fs::remove_file(entry.path())?;
-                collected.blobs += 1;
-                collected.bytes += metadata.len();
-            }
-            self.sweep_temporaries(collected)
-        };
-        sweep(&mut collected).map_err(|error| {
+        let failed = |error: io::Error| {
             RegistryError::unavailable(format!("collecting garbage in {}", self.root.display()), error)
-        })?;
+        };
+        // Manifests never change, so most of the reading needs no lock. What is damaged, or goes meanwhile, is
+        // judged below.
+        let mut needs = Needs::default();
+        let _ = needs.read(self);
+        let candidates = self.unneeded(&needs, grace).map_err(failed)?;
+        let _held = self.locked(FlockOperation::LockExclusive)?;
+        needs.read(self)?;
+        let mut collected = Collected::default();
+        self.remove(candidates, &needs, grace, &mut collected)
+            .and_then(|()| self.sweep_temporaries(&mut collected))
+            .map_err(failed)?;
         Ok(collected)
+    }
+
+    /// Names of blobs that are old enough and that nothing needs, as far as is known.
+    fn unneeded(&self, needs: &Needs, grace: Duration) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(self.blobs())? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if needs.has(&name) {
+                continue;
+            }
+            match entry.metadata() {
+                Ok(metadata) if is_old(&metadata, grace) => names.push(name),
+                Ok(_) => {}
+                // Another collector was here first.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(names)
+    }
+
+    /// Removes those that are still not needed and still old. The caller holds the lock.
+    fn remove(
+        &self,
+        candidates: Vec<String>,
+        needs: &Needs,
+        grace: Duration,
+        collected: &mut Collected,
+    ) -> io::Result<()> {
+        for name in candidates.into_iter().filter(|name| !needs.has(name)) {
+            let path = self.blobs().join(name);
+            match std::fs::metadata(&path) {
+                Ok(metadata) if is_old(&metadata, grace) => {
+                    std::fs::remove_file(&path)?;
+                    collected.blobs += 1;
+                    collected.bytes += metadata.len();
+                }
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     fn sweep_temporaries(&self, collected: &mut Collected) -> io::Result<()> {
@@ -379,9 +411,51 @@ impl Store {
     }
 }
 
-fn age(metadata: &std::fs::Metadata) -> Duration {
+/// What manifests need, read so far.
+#[derive(Debug, Default)]
+struct Needs {
+    /// Manifests that were read, with their children.
+    read: BTreeMap<String, Vec<String>>,
+    /// Everything that they need, themselves included.
+    digests: BTreeSet<String>,
+}
+
+impl Needs {
+    /// Reads every manifest that `index.json` needs now, however deep, and that was not read before.
+    fn read(&mut self, store: &Store) -> Result<(), RegistryError> {
+        let mut open: Vec<String> = Index::read(&store.root)?.entries().map(|entry| entry.digest).collect();
+        let mut seen = BTreeSet::new();
+        while let Some(digest) = open.pop() {
+            if !seen.insert(digest.clone()) {
+                continue;
+            }
+            if let Some(children) = self.read.get(&digest) {
+                open.extend(children.iter().cloned());
+                continue;
+            }
+            let document = Document::parse(&store.document(&digest)?).map_err(|why| {
+                let what = format!("collecting garbage: manifest {digest} cannot be read");
+                RegistryError::unavailable(what, why)
+            })?;
+            let children: Vec<String> = document.manifests.iter().map(|child| child.digest.clone()).collect();
+            open.extend(children.iter().cloned());
+            self.digests.extend(document.layers.iter().map(|layer| layer.digest.clone()));
+            self.digests.extend([digest.clone(), document.config.digest]);
+            self.read.insert(digest, children);
+        }
+        Ok(())
+    }
+
+    /// Whether the blob of this name, the hex of its digest, is needed.
+    fn has(&self, name: &str) -> bool {
+        self.digests.contains(&format!("sha256:{name}"))
+    }
+}
+
+/// Whether nobody stored or looked up a blob within `grace`.
+fn is_old(metadata: &std::fs::Metadata, grace: Duration) -> bool {
     let modified = metadata.modified().unwrap_or_else(|_| SystemTime::now());
-    SystemTime::now().duration_since(modified).unwrap_or_default()
+    grace.is_zero() || SystemTime::now().duration_since(modified).unwrap_or_default() >= grace
 }
 
 /// Marks a blob as just used. A layout that may only be read stays as it is.

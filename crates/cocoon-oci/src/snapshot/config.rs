@@ -66,26 +66,13 @@ impl Config {
         if root != Node::Null && !matches!(root, Node::Map(_)) {
             return Err("not a JSON object".to_owned());
         }
-        let int = |name| root.int(name).map(Option::unwrap_or_default);
         let files = root.map("files")?.iter().map(|(name, node)| Ok((name.clone(), file_record(node)?)));
-        let ids = root.map("imageBlobIds")?.iter().map(|(id, _)| id.clone()).collect();
         Ok(Self {
             schema_version: root.text("schemaVersion")?,
             snapshot_id: root.text("snapshotId")?,
-            description: root.text("description")?,
-            image: root.text("image")?,
-            image_digest: root.text("imageDigest")?,
-            image_type: root.text("imageType")?,
-            image_blob_ids: ids,
-            hypervisor: root.text("hypervisor")?,
-            cpu: int("cpu")?,
-            memory: int("memory")?,
-            storage: int("storage")?,
-            nics: int("nics")?,
-            network: root.text("network")?,
-            windows: root.flag("windows")?,
             files: files.collect::<Result<_, String>>()?,
             created_at: moment(&root)?,
+            ..Self::read_facts(&root, &CONFIG_KEYS)?
         })
     }
 
@@ -99,21 +86,27 @@ impl Config {
         root.map("config")?;
         let nothing = Node::Map(Vec::new());
         let node = root.field("config").unwrap_or(&nothing);
+        Ok(Self { snapshot_id: node.text("id")?, ..Self::read_facts(node, &ENVELOPE_KEYS)? })
+    }
+
+    /// The facts that both spellings have.
+    fn read_facts(node: &Node, keys: &[&str; 12]) -> Result<Self, String> {
+        let [description, image, digest, kind, ids, hypervisor, cpu, memory, storage, nics, network, windows] =
+            keys;
         let int = |name| node.int(name).map(Option::unwrap_or_default);
         Ok(Self {
-            snapshot_id: node.text("id")?,
-            description: node.text("description")?,
-            image: node.text("image")?,
-            image_digest: node.text("image_digest")?,
-            image_type: node.text("image_type")?,
-            image_blob_ids: node.map("image_blob_ids")?.iter().map(|(id, _)| id.clone()).collect(),
-            hypervisor: node.text("hypervisor")?,
-            cpu: int("cpu")?,
-            memory: int("memory")?,
-            storage: int("storage")?,
-            nics: int("nics")?,
-            network: node.text("network")?,
-            windows: node.flag("windows")?,
+            description: node.text(description)?,
+            image: node.text(image)?,
+            image_digest: node.text(digest)?,
+            image_type: node.text(kind)?,
+            image_blob_ids: node.map(ids)?.iter().map(|(id, _)| id.clone()).collect(),
+            hypervisor: node.text(hypervisor)?,
+            cpu: int(cpu)?,
+            memory: int(memory)?,
+            storage: int(storage)?,
+            nics: int(nics)?,
+            network: node.text(network)?,
+            windows: node.flag(windows)?,
             ..Self::default()
         })
     }

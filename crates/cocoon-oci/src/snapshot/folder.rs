@@ -92,6 +92,10 @@ impl Entries for Folder {
         self.take(length).await
     }
 
+    fn snapshot_id(&self) -> Option<&str> {
+        Some(&self.facts.snapshot_id)
+    }
+
     async fn facts(&mut self) -> Result<Config, PushError> {
         for (path, payload, stamp) in &self.seen {
             let now = Stamp::of(payload.file()).map_err(|error| failed(std::path::Path::new(path), error))?;

@@ -14,6 +14,7 @@ pub(crate) mod plan;
 pub(crate) mod pull;
 pub(crate) mod push;
 pub(crate) mod sparse;
+mod tag;
 mod unpack;
 
 use std::{
@@ -177,7 +178,8 @@ impl PullOptions {
 pub enum TagGuard {
     /// Overwrite whatever is there.
     Any,
-    /// Absent, consumed, or one of these manifest digests.
+    /// Absent, consumed, one of these manifest digests, or the very snapshot that is pushed (an earlier try
+    /// whose end was not heard of).
     AbsentOr(Vec<String>),
 }
 
@@ -231,7 +233,7 @@ pub enum PushError {
         repository: String,
         /// Tag.
         tag: String,
-        /// The digest of the manifest that was sent: what a guard of the next try may allow as one's own.
+        /// The digest of the manifest that was sent. A push of the same snapshot may replace it.
         digest: String,
         /// Why.
         #[source]
@@ -382,12 +384,10 @@ pub async fn consume(
         annotations: BTreeMap::from([(CONSUMED_ANNOTATION.to_owned(), facts.snapshot_id.clone())]),
         ..Document::default()
     };
-    // Looked at once more, as late as possible: a refused delete says nothing about where the tag points now.
-    let now = registry.get_manifest(repository, tag).await?;
-    if now.is_none_or(|now| now.digest != facts.digest) {
-        return Ok(false);
-    }
-    registry.put_manifest(repository, tag, OCI_MANIFEST, document.to_bytes().into()).await.map(|_| true)
+    // A refused delete says nothing about where the tag points now.
+    let expected = Some(facts.digest.as_str());
+    let put = registry.put_tag_if(repository, tag, expected, OCI_MANIFEST, document.to_bytes().into()).await;
+    put.map(|put| put.is_some())
 }
 
 /// Whether a manifest is that of a consumed tag.

@@ -23,11 +23,11 @@ use futures::{StreamExt as _, future::BoxFuture, stream::FuturesUnordered};
 use tokio::sync::{OnceCell, Semaphore};
 
 use super::{
-    BASE_IMAGE_ANNOTATION, CREATED_ANNOTATION, PushError, PushOptions, Pushed, RESERVED_PREFIX, TagGuard,
+    BASE_IMAGE_ANNOTATION, CREATED_ANNOTATION, PushError, PushOptions, Pushed, RESERVED_PREFIX,
     config::{Config, FileRecord},
-    is_consumed,
     plan::{MAX_PIECES, check_title},
     sparse::{Payload, Range},
+    tag::Tag,
 };
 use crate::{
     digest::{self, Hasher},
@@ -85,6 +85,10 @@ pub(crate) trait Entries: Send {
     async fn take(&mut self, length: u64) -> Result<Block, PushError>;
     /// Like `take`, for more than fits in memory: a source that has no file gives fewer bytes.
     async fn take_large(&mut self, length: u64) -> Result<Block, PushError>;
+    /// The snapshot's id, where it is known before the first file.
+    fn snapshot_id(&self) -> Option<&str> {
+        None
+    }
     /// The snapshot's facts, after the last file; also the last chance to refuse.
     async fn facts(&mut self) -> Result<Config, PushError>;
 }
@@ -98,7 +102,7 @@ pub(crate) async fn run(
     options: &PushOptions,
 ) -> Result<Pushed, PushError> {
     let push = Push::new(registry, repository, tag, options)?;
-    push.guard("").await?;
+    push.named().check(entries.snapshot_id()).await?;
     let mut inflight = FuturesUnordered::new();
     let mut files = Vec::new();
     while let Some(head) = alongside(&mut inflight, entries.next()).await? {
@@ -194,20 +198,13 @@ impl<'a> Push<'a> {
         })
     }
 
-    fn registry_error(&self, source: RegistryError) -> PushError {
-        PushError::Registry { repository: self.repository.to_owned(), tag: self.tag.to_owned(), source }
+    fn named(&self) -> Tag<'_> {
+        let Self { registry, repository, tag, options, .. } = *self;
+        Tag { registry, repository, tag, guard: &options.tag_guard }
     }
 
-    /// Refuses when the tag points to something that may not be replaced; `ours` is what we would put.
-    async fn guard(&self, ours: &str) -> Result<(), PushError> {
-        let TagGuard::AbsentOr(allowed) = &self.options.tag_guard else { return Ok(()) };
-        let found = self.registry.get_manifest(self.repository, self.tag).await;
-        let Some(found) = found.map_err(|error| self.registry_error(error))? else { return Ok(()) };
-        if found.digest == ours || allowed.contains(&found.digest) || is_consumed(&found.bytes) {
-            return Ok(());
-        }
-        let (repository, tag) = (self.repository.to_owned(), self.tag.to_owned());
-        Err(PushError::TagMoved { repository, tag, found: found.digest })
+    fn registry_error(&self, source: RegistryError) -> PushError {
+        self.named().failed(source)
     }
 
     /// How a payload is cut: compressed or not, and the length of a piece.
@@ -326,7 +323,7 @@ impl<'a> Push<'a> {
         Ok(())
     }
 
-    /// Config, guard, manifest, and a look whether it is readable.
+    /// Config, then the manifest under its tag.
     async fn finish(&self, facts: Config, files: Vec<Filed>) -> Result<Pushed, PushError> {
         let (config, mut document) = self.describe(facts, files)?;
         let bytes = Bytes::from(config.to_bytes());
@@ -335,29 +332,10 @@ impl<'a> Push<'a> {
         document.config = descriptor(media::SNAPSHOT_CONFIG.to_owned(), &stored, BTreeMap::new());
         let manifest = Bytes::from(document.to_bytes());
         let digest = digest::of(&manifest);
-        self.guard(&digest).await?;
-        self.publish(&digest, manifest).await?;
+        self.named().publish(&digest, &manifest, &config.snapshot_id).await?;
         let layers = document.layers.iter().map(|layer| layer.size);
         let total = layers.chain([document.config.size]).map(i64::cast_unsigned).sum();
         Ok(Pushed { digest, sent: self.sent.load(Ordering::Relaxed), total })
-    }
-
-    /// Puts the manifest under the tag and looks whether it is there.
-    async fn publish(&self, digest: &str, manifest: Bytes) -> Result<(), PushError> {
-        let put = self.registry.put_manifest(self.repository, self.tag, OCI_MANIFEST, manifest).await;
-        let seen = self.registry.get_manifest(self.repository, self.tag).await;
-        match (put, seen.map(|manifest| manifest.map(|manifest| manifest.digest))) {
-            (Ok(put), Ok(Some(seen))) if put == digest && seen == digest => Ok(()),
-            // The tag was seen, and it is not ours: the failure is all there is.
-            (Err(error), Ok(seen)) if seen.as_deref() != Some(digest) => Err(self.registry_error(error)),
-            (Err(error), _) | (Ok(_), Err(error)) => Err(self.unconfirmed(digest, error)),
-            _ => Err(self.unconfirmed(digest, RegistryError::Corrupt { object: digest.to_owned() })),
-        }
-    }
-
-    fn unconfirmed(&self, digest: &str, source: RegistryError) -> PushError {
-        let [repository, tag, digest] = [self.repository, self.tag, digest].map(str::to_owned);
-        PushError::Unconfirmed { repository, tag, digest, source }
     }
 
     fn describe(&self, mut config: Config, files: Vec<Filed>) -> Result<(Config, Document), PushError> {
