@@ -69,75 +69,57 @@ fn identity(fd: c_int) -> Option<(u64, u64)> {
     Some((stat.st_dev, stat.st_ino))
 }
 
-unsafe fn raw_mmap(
-    addr: *mut c_void,
-    length: size_t,
-    protection: c_int,
-    flags: c_int,
-    fd: c_int,
-    offset: off_t,
-) -> *mut c_void {
-    // SAFETY: the caller's promise is that of mmap itself; arguments pass through unchanged.
-    let mapped = unsafe {
-        libc::syscall(
-            libc::SYS_mmap,
-            addr,
-            length,
-            c_long::from(protection),
-            c_long::from(flags),
-            c_long::from(fd),
-            offset,
-        )
-    };
-    mapped as *mut c_void
-}
-
-/// Takes the place of the C library's `mmap`.
-///
-/// # Safety
-/// As `mmap` itself.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn mmap(
-    addr: *mut c_void,
-    length: size_t,
-    protection: c_int,
-    flags: c_int,
-    fd: c_int,
-    offset: off_t,
-) -> *mut c_void {
-    if fd >= 0
-        && flags & MAP_TYPE == MAP_SHARED
-        && let Some(swap) = swap()
-        && let Some((device, inode)) = identity(fd)
-        && let Some(private) = private_flags(swap, device, inode, flags)
-    {
-        // SAFETY: same request on another file, which the engine made at least as long.
-        let mapped = unsafe { raw_mmap(addr, length, protection, private, swap.base, offset) };
-        if mapped != libc::MAP_FAILED {
-            // SAFETY: the range was mapped by the line above. Huge pages would blur what changed.
-            unsafe { libc::madvise(mapped, length, libc::MADV_NOHUGEPAGE) };
-        }
-        return mapped;
+/// Flags and descriptor of the private mapping that a call with these gets instead, if it maps the RAM
+/// file shared.
+fn private(flags: c_int, fd: c_int) -> Option<(c_int, c_int)> {
+    if fd < 0 || flags & MAP_TYPE != MAP_SHARED {
+        return None;
     }
-    // SAFETY: the caller's own request, unchanged.
-    unsafe { raw_mmap(addr, length, protection, flags, fd, offset) }
+    let swap = swap()?;
+    let (device, inode) = identity(fd)?;
+    Some((private_flags(swap, device, inode, flags)?, swap.base))
 }
 
-/// The name under which programs with large-file support call `mmap`.
-///
-/// # Safety
-/// As `mmap` itself.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn mmap64(
-    addr: *mut c_void,
-    length: size_t,
-    protection: c_int,
-    flags: c_int,
-    fd: c_int,
-    offset: off_t,
-) -> *mut c_void {
-    // SAFETY: same function, same promise; `off_t` has 64 bits on our only architecture.
-    unsafe { mmap(addr, length, protection, flags, fd, offset) }
+macro_rules! take_the_place_of {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As `mmap` itself.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(
+            addr: *mut c_void,
+            length: size_t,
+            protection: c_int,
+            flags: c_int,
+            fd: c_int,
+            offset: off_t,
+        ) -> *mut c_void {
+            let private = private(flags, fd);
+            let (flags, fd) = private.unwrap_or((flags, fd));
+            let [protection, flags, fd] = [protection, flags, fd].map(c_long::from);
+            let number = libc::SYS_mmap;
+            // SAFETY: the caller's promise is that of mmap itself, and its request is unchanged but perhaps
+            // for the file, which the engine made at least as long.
+            let mapped = unsafe { libc::syscall(number, addr, length, protection, flags, fd, offset) };
+            let mapped = mapped as *mut c_void;
+            if private.is_some() && mapped != libc::MAP_FAILED {
+                // SAFETY: the range was mapped by the line above. Huge pages would blur what changed.
+                unsafe { libc::madvise(mapped, length, libc::MADV_NOHUGEPAGE) };
+            }
+            mapped
+        }
+    };
+}
+
+take_the_place_of! {
+    /// Takes the place of the C library's `mmap`.
+    mmap
+}
+take_the_place_of! {
+    /// The name under which programs with large-file support call `mmap`; `off_t` has 64 bits on our only
+    /// architecture.
+    mmap64
 }
 
 #[cfg(test)]
