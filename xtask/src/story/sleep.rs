@@ -65,7 +65,8 @@ pub(super) fn wakes(story: &mut Story<'_>) -> anyhow::Result<()> {
 
     let before = life::before(story, DEMO)?;
     hibernate(story, "second hibernate")?;
-    story.lab.cocoon(&["snapshot", "rm", DEMO_VM])?;
+    // Its pod needs it, so nothing less than --force takes it away.
+    story.lab.cocoon(&["snapshot", "rm", "--force", DEMO_VM])?;
     wake(story, "wake asked until Ready, from the artifact alone")?;
     life::goes_on(story, DEMO, &before)?;
     tag_goes(story)
