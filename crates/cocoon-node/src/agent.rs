@@ -165,7 +165,7 @@ impl Work {
         let registrar = Registrar::new(
             self.client,
             context.config.clone(),
-            Arc::clone(&context.ports.host),
+            &context.ports,
             Arc::clone(&health),
             world,
             self.address,

@@ -22,6 +22,7 @@ pub mod config;
 pub mod events;
 pub mod kubelet;
 pub mod node;
+pub mod oddities;
 pub mod outbox;
 #[cfg(test)]
 mod outbox_tests;

@@ -21,6 +21,8 @@ pub enum Reason {
     VMNameInUse,
     /// An annotation cannot be read.
     InvalidAnnotation,
+    /// An annotation that nobody knows.
+    UnknownAnnotation,
     /// A resource quantity cannot be read.
     InvalidResources,
     /// An unmanaged pod without id or address.

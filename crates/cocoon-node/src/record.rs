@@ -107,6 +107,9 @@ pub struct OwnerRecord {
     pub last_restart: Option<Timestamp>,
     /// A restart was decided and not yet seen to work.
     pub restart_pending: bool,
+    /// The stop that this restart answers was somebody's order, no death.
+    #[serde(default)]
+    pub stop_ordered: bool,
     /// What this owner last wrote to `:hibernate` or woke from (manifest digests).
     pub written: Option<String>,
     /// The saved state that the VM woke from.
@@ -169,6 +172,7 @@ impl OwnerRecord {
             restarts: 0,
             last_restart: None,
             restart_pending: false,
+            stop_ordered: false,
             written: None,
             woken_from: None,
             woken_ready: false,

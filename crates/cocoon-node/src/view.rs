@@ -9,8 +9,7 @@ use cocoon_meta::{AnnotationChanges, LifecycleState, LifecycleStatus, SnapshotSt
 use jiff::Timestamp;
 
 use crate::{
-    planner::observation::{Observation, Wish},
-    ports::VmPhase,
+    planner::observation::{Observation, Silence, Wish},
     reason::{Reason, Trouble},
     record::{OwnerRecord, Phase},
 };
@@ -181,10 +180,11 @@ fn not_up(o: &Observation, wish: &Wish, record: Option<&OwnerRecord>) -> View {
 }
 
 fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
-    let running = o.vm_there().is_none_or(|vm| vm.phase == VmPhase::Running);
+    let running = o.runs();
     let probed = !record.vm_id.is_empty() && o.reach.vm_id == record.vm_id;
     let ip = o.reach.ip.filter(|_| probed);
-    let ready = running && probed && o.reach.ready;
+    // Nobody reaches a guest whose network is off, whatever was probed before.
+    let ready = running && probed && o.reach.ready && o.silence.is_none();
     let vm_id = record.vm_id.clone();
     let ip_text = ip.map_or_else(String::new, |ip| ip.to_string());
     let mut annotations = VmRuntime { vm_id: vm_id.clone(), ip: ip_text, vnc_port: 0 }.changes();
@@ -210,6 +210,12 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
         lifecycle: if ready { LifecycleState::Ready } else { LifecycleState::Creating },
         message: String::new(),
     };
+    if let Some(silence) = &o.silence {
+        view.message = silence.trouble(&wish.vm_name).to_string();
+        if silence.tries >= Silence::FAILED {
+            view.lifecycle = LifecycleState::Failed;
+        }
+    }
     if let Some(failure) = &o.failure {
         fail(&mut view, failure);
     }
@@ -217,11 +223,10 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
 }
 
 fn not_probed(o: &Observation, wish: &Wish, running: bool) -> Trouble {
+    if let Some(silence) = &o.silence {
+        return silence.trouble(&wish.vm_name);
+    }
     let message = match (running, o.reach.message.as_str()) {
-        _ if o.vm_there().is_some_and(|vm| vm.links_down) => format!(
-            "the guest of VM {} has not taken its identity yet, so its network is still off; it is told again",
-            wish.vm_name
-        ),
         (false, _) => format!("VM {} is not running", wish.vm_name),
         (true, "") => format!("VM {} was not probed yet", wish.vm_name),
         (true, why) => why.to_owned(),
@@ -233,10 +238,13 @@ fn hibernating(o: &Observation, wish: &Wish, record: &OwnerRecord, pushed: bool)
     let mut view = up(o, wish, record);
     if o.failure.is_none() {
         view.lifecycle = LifecycleState::Hibernating;
+        view.message.clear();
         let message = format!("VM {} is being hibernated", wish.vm_name);
         view.not_ready = Some(Trouble::new(Reason::Hibernating, message));
     }
-    if pushed {
+    // A VM whose removal failed is there: its id is no lie, and it is about to be taken back.
+    let kept = o.failure.as_ref().is_some_and(|failure| failure.reason == Reason::HibernateRemoveFailed);
+    if pushed && !kept {
         clear(&mut view);
     }
     view

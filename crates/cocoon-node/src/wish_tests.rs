@@ -109,6 +109,7 @@ fn living() -> Observation {
         hypervisor: "qemu".into(),
         came_up: true,
         links_down: false,
+        stopped_in_order: false,
     };
     Observation {
         wish: Some(read(&[]).unwrap()),

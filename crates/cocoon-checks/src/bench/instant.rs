@@ -67,6 +67,7 @@ impl Instant {
             hypervisor: "qemu".into(),
             came_up: true,
             links_down: false,
+            stopped_in_order: false,
         };
         things.vms.insert(name.to_owned(), vm.clone());
         vm

@@ -5,7 +5,14 @@
 
 pub mod object;
 
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    net::IpAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use cocoon_kit::world::World;
 use k8s_openapi::{
@@ -23,7 +30,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use self::object::Facts;
-use crate::{config::NodeConfig, ports::Host};
+use crate::{
+    config::NodeConfig,
+    ports::{Host, Ports, Vms},
+};
 
 /// Between two looks at node and lease.
 pub const INTERVAL: Duration = Duration::from_secs(10);
@@ -77,6 +87,9 @@ pub struct Registrar {
     leases: Api<Lease>,
     config: NodeConfig,
     host: Arc<dyn Host>,
+    vms: Arc<dyn Vms>,
+    /// What the VMs' disks took when the engine last said so.
+    used_by_vms: Arc<AtomicU64>,
     health: Arc<Health>,
     world: Arc<dyn World>,
     address: IpAddr,
@@ -94,14 +107,16 @@ impl Registrar {
     pub fn new(
         client: Client,
         config: NodeConfig,
-        host: Arc<dyn Host>,
+        ports: &Ports,
         health: Arc<Health>,
         world: Arc<dyn World>,
         address: IpAddr,
     ) -> Self {
         let nodes = Api::all(client.clone());
         let leases = Api::namespaced(client, LEASES);
-        Self { nodes, leases, config, host, health, world, address }
+        let (host, vms) = (Arc::clone(&ports.host), Arc::clone(&ports.vms));
+        let used_by_vms = Arc::default();
+        Self { nodes, leases, config, host, vms, used_by_vms, health, world, address }
     }
 
     /// Until `shutdown`. The first look waits until the engine has answered, or failed to: a node that
@@ -169,10 +184,18 @@ impl Registrar {
     async fn facts(&self) -> Facts {
         Facts {
             host: self.host.view().await,
-            used_by_vms: 0,
+            used_by_vms: self.used_by_vms().await,
             engine_fault: self.health.fault(),
             address: self.address.to_string(),
         }
+    }
+
+    /// An engine that does not answer leaves it at what it said last: the node must not shrink by that.
+    async fn used_by_vms(&self) -> u64 {
+        if let Ok(Ok(used)) = tokio::time::timeout(AGAIN, self.vms.disk_used()).await {
+            self.used_by_vms.store(used, Ordering::Relaxed);
+        }
+        self.used_by_vms.load(Ordering::Relaxed)
     }
 
     async fn lease(&self, node: &Node) -> kube::Result<()> {
@@ -216,7 +239,12 @@ impl Registrar {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+    use cocoon_kit::world::RealWorld;
+    use http_body_util::Full;
+
     use super::*;
+    use crate::{ports::fake::Fake, reason::Reason};
 
     #[test]
     fn only_a_turn_wakes_the_registrar_and_the_newest_words_are_told() {
@@ -229,5 +257,28 @@ mod tests {
             assert_eq!(health.fault().as_deref(), fault);
             told.mark_unchanged();
         }
+    }
+
+    #[tokio::test]
+    async fn what_the_vms_disks_take_is_given_back_to_allocatable_and_no_answer_changes_nothing() {
+        let fake = Fake::default();
+        let service = tower::service_fn(|_: http::Request<kube::client::Body>| async {
+            Ok::<_, tower::BoxError>(http::Response::new(Full::new(Bytes::new())))
+        });
+        let registrar = Registrar::new(
+            Client::new(service, "default"),
+            NodeConfig::new("n1"),
+            &fake.ports(true),
+            Arc::default(),
+            Arc::new(RealWorld),
+            [127, 0, 0, 1].into(),
+        );
+        assert_eq!(registrar.facts().await.used_by_vms, 0);
+        fake.world().disk_used = 7 << 30;
+        assert_eq!(registrar.facts().await.used_by_vms, 7 << 30);
+        fake.fail("disk", 1, Reason::EngineUnavailable);
+        assert_eq!(registrar.facts().await.used_by_vms, 7 << 30, "the engine did not answer");
+        fake.world().disk_used = 1 << 30;
+        assert_eq!(registrar.facts().await.used_by_vms, 1 << 30, "a VM went");
     }
 }

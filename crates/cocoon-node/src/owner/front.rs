@@ -2,10 +2,11 @@
 //!
 //! Entry points: `Owner::show`, `Owner::tend_probe`, `Owner::tend_bystanders`.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use crate::{
     cluster::{Show, Tone},
+    oddities::oddities,
     owner::{
         directory::Seat,
         inbox::Incarnation,
@@ -18,6 +19,10 @@ use crate::{
     record::Phase,
     view, wish,
 };
+
+/// Oddities of one incarnation that are said; a pod whose annotations change all the time is not followed
+/// for ever (I9).
+const MAX_ODDITIES: usize = 64;
 
 impl Owner {
     pub(super) fn show(&mut self) {
@@ -38,6 +43,29 @@ impl Owner {
             self.context.world.instant().duration_since(self.shown_at)
         };
         self.sit();
+    }
+
+    /// Says once what is odd about the pod's annotations, whatever else becomes of the pod.
+    pub(super) fn say_oddities(&mut self) {
+        let live = self.o.wish.as_ref().is_some_and(|wish| !wish.deleting && !wish.gone);
+        let pod = self.head_pod().filter(|_| live).map(|pod| Arc::clone(&pod.pod));
+        let Some(pod) = pod.filter(|pod| !self.judged.as_ref().is_some_and(|last| Arc::ptr_eq(last, pod)))
+        else {
+            return;
+        };
+        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        if self.odd.0 != uid {
+            self.odd = (uid, BTreeSet::new());
+        }
+        let managed = self.o.wish.as_ref().is_some_and(|wish| wish.managed);
+        let served = self.o.record.as_ref().filter(|_| managed).map(|record| record.vm_name.as_str());
+        for trouble in oddities(&pod, served) {
+            if self.odd.1.len() < MAX_ODDITIES && self.odd.1.insert(trouble.to_string()) {
+                self.tell(Tone::Warning, &trouble);
+            }
+        }
+        // A record that comes later may make the name odd.
+        self.judged = self.o.record.is_some().then_some(pod);
     }
 
     pub(super) fn head_pod(&self) -> Option<&Incarnation> {

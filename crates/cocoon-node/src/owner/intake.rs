@@ -3,8 +3,10 @@
 //! Entry point: `Owner::take_inbox`. Nothing here waits or acts.
 
 use crate::{
+    cluster::Tone,
     owner::{known, newer::asks_otherwise, task::Owner},
-    planner::observation::{Cooling, Seen, Wish},
+    planner::observation::{Cooling, Seen, Silence, Wish},
+    ports::VmPhase,
     wish,
 };
 
@@ -85,6 +87,28 @@ impl Owner {
             });
         wish.gone = pod.gone;
         Some(wish)
+    }
+
+    /// Remembers what is known of the VM. Notes a guest that has not taken its identity, and says so once and at
+    /// each change; when it has, or the VM is another one, the tries and their delays start over.
+    pub(super) fn tend_vm(&mut self) {
+        let Seen::Known(vm) = &self.o.vm else { return };
+        self.o.last_phase = vm.as_ref().map(|vm| vm.phase);
+        let deleting = self.o.wish.as_ref().is_none_or(|wish| wish.deleting || wish.gone);
+        let mute = vm.as_ref().filter(|vm| !deleting && vm.phase == VmPhase::Running && vm.links_down);
+        let mute = mute.map(|vm| (vm.id.clone(), vm.pid));
+        let before = self.o.silence.as_ref().map(|silence| silence.vm.clone());
+        if mute != before {
+            self.o.silence = mute.map(|vm| Silence { vm, tries: 0, obstacle: None });
+            if before.is_some() && self.o.failure.is_none() {
+                self.start_over(deleting);
+            }
+        }
+        let said = self.o.silence.as_ref().map(|silence| silence.trouble(&self.vm_name));
+        if said != self.said_silent {
+            said.iter().for_each(|trouble| self.tell(Tone::Warning, trouble));
+            self.said_silent = said;
+        }
     }
 
     pub(super) fn take_cooling(&mut self) {

@@ -8,7 +8,7 @@ use crate::{
         Look, Step,
         observation::{Observation, Seen},
     },
-    ports::{SnapshotView, TagView, VmView},
+    ports::{SnapshotView, TagView, VmPhase, VmView},
     reason::Trouble,
 };
 
@@ -47,7 +47,11 @@ pub(super) fn learn(o: &mut Observation, step: &Step, found: Found) {
             o.captured_now = snapshot.as_ref().map(|snapshot| snapshot.id.clone());
             o.saved = Seen::Known(snapshot);
             o.latest_now = None;
-            o.vm = Seen::Unknown;
+            now_is(o, VmPhase::Paused);
+        }
+        (Step::Resume, _) => {
+            o.captured_now = None;
+            now_is(o, VmPhase::Running);
         }
         (Step::PushLatest(_), Found::Text(digest)) => o.latest_now = Some(digest),
         (Step::DropSnapshots(_), _) => {
@@ -59,6 +63,13 @@ pub(super) fn learn(o: &mut Observation, step: &Step, found: Found) {
         (step, _) => doubt(o, step),
     }
     o.trouble = o.trouble.take().filter(|_| step.is_compensation());
+}
+
+/// What the step promises of the VM that it was carried out on; a list that says otherwise is believed.
+fn now_is(o: &mut Observation, phase: VmPhase) {
+    if let Seen::Known(Some(vm)) = &mut o.vm {
+        vm.phase = phase;
+    }
 }
 
 /// The step failed, or its result says nothing: what it may have touched is not known any more.
@@ -147,5 +158,19 @@ pub(super) const fn engine_calls(step: &Step) -> usize {
         Step::LiveSnapshot { .. } => 4,
         Step::DropSnapshots(names) => names.len(),
         _ => 0,
+    }
+}
+
+/// Engine calls that a failing pod's budget must allow before the step begins: its own, and those that follow
+/// from it at once. A guest that is paused is brought back whatever the budget says; the capture that
+/// paused it reserved what that takes.
+pub(super) const fn engine_needs(step: &Step) -> usize {
+    match step {
+        Step::Resume | Step::PushHibernate(_) => 0,
+        // A push and a resume.
+        Step::Capture { .. } => 3,
+        // A look whether the VM is there.
+        Step::Run(_) | Step::Clone(_) | Step::Start => 2,
+        step => engine_calls(step),
     }
 }

@@ -5,9 +5,11 @@
 //! wish makes pointless (a pull for a pod that is being deleted) is dropped where dropping is safe;
 //! everything else is finished first.
 
+#[cfg(test)]
+mod budget;
 pub mod directory;
-pub mod inbox;
 mod front;
+pub mod inbox;
 mod intake;
 mod known;
 mod newer;
@@ -15,6 +17,10 @@ mod outcome;
 mod perform;
 mod probe;
 mod retry;
+#[cfg(test)]
+mod reviewed;
+#[cfg(test)]
+mod silent;
 #[cfg(test)]
 pub(crate) mod stage;
 #[cfg(test)]

@@ -41,6 +41,12 @@ impl Owner {
                 known::learn(&mut self.o, step, found);
             }
             Step::LiveSnapshot { reference, .. } => self.live_answered(step, reference, None),
+            // An engine that takes a start for done although the guest said nothing.
+            Step::Start if matches!(&found, Found::Vm(Some(vm)) if vm.links_down) => {
+                known::learn(&mut self.o, step, found);
+                let message = format!("the guest of VM {} did not answer", self.vm_name);
+                self.still_silent(Trouble::new(Reason::GuestSilent, message));
+            }
             _ => known::learn(&mut self.o, step, found),
         }
     }
@@ -62,9 +68,7 @@ impl Owner {
             )
         );
         if self.o.record.as_ref().is_some_and(|before| record.restarts > before.restarts) {
-            let message =
-                format!("the process of VM {} died; it was started again from its disk", self.vm_name);
-            self.tell(Tone::Warning, &Trouble::new(Reason::VMRestarted, message));
+            self.tell(Tone::Warning, &restarted(record));
         }
         let counted = self.o.record.as_ref().and_then(|before| before.phase.captured());
         if counted.is_some() && record.phase.captured().is_none() {
@@ -83,6 +87,9 @@ impl Owner {
         }
         if entered {
             (self.o.dropped, self.o.released) = (false, false);
+        }
+        // What was looked at for a pod's first record was looked at just now.
+        if entered && before.is_some() {
             known::forget_looks(&mut self.o);
         }
     }
@@ -161,12 +168,7 @@ impl Owner {
             Step::LiveSnapshot { reference, .. } => {
                 return self.live_answered(step, reference, Some(trouble.to_string()));
             }
-            // A guest that is slow to take its identity is no failure of the pod; it is told again, later.
-            Step::Start if lacks_links => {
-                tracing::warn!(vm = self.vm_name, %trouble, "the links stay down for now");
-                self.retry.failed(self.context.world.as_ref());
-                return;
-            }
+            Step::Start if lacks_links => return self.still_silent(trouble),
             // Owed work: the planner decides how long it is waited for, and a guest never is.
             Step::DropTag { .. } => {
                 tracing::warn!(vm = self.vm_name, %trouble, "a hibernate tag stays for now");
@@ -182,6 +184,16 @@ impl Owner {
         self.failed(trouble, step.is_compensation());
     }
 
+    /// A guest that is slow to take its identity is told again, later.
+    fn still_silent(&mut self, trouble: Trouble) {
+        tracing::warn!(vm = self.vm_name, %trouble, "the links stay down for now");
+        if let Some(silence) = &mut self.o.silence {
+            silence.tries = silence.tries.saturating_add(1);
+            silence.obstacle = Some(trouble).filter(|trouble| trouble.reason != Reason::GuestSilent);
+        }
+        self.retry.failed(self.context.world.as_ref());
+    }
+
     pub(super) fn failed(&mut self, trouble: Trouble, compensation: bool) {
         tracing::warn!(vm = self.vm_name, %trouble, "step failed");
         self.hard |= compensation;
@@ -191,4 +203,21 @@ impl Owner {
         self.o.trouble = Some(trouble.clone());
         self.o.failure = Some(trouble);
     }
+}
+
+/// Why a VM was started again.
+fn restarted(record: &OwnerRecord) -> Trouble {
+    let vm = &record.vm_name;
+    let message = if record.stop_ordered {
+        format!(
+            "VM {vm} was stopped by an order to the engine; its pod asks for it, so it was started again from its \
+             disk. Hibernate or delete the pod to keep it down"
+        )
+    } else {
+        format!(
+            "the process of VM {vm} ended by itself (a crash, or a power-off in the guest); it was started again \
+             from its disk"
+        )
+    };
+    Trouble::new(Reason::VMRestarted, message)
 }

@@ -1,6 +1,8 @@
 //! When a failed attempt may be tried again: a growing delay, and a budget of engine calls.
 //!
-//! Entry point: [`Retry`]. Invariant: a failing pod costs at most [`CALLS`] engine calls a minute.
+//! Entry points: [`Retry::failed`] (the delay) and [`Retry::affordable`] (the budget). Invariant: a failing pod
+//! costs at most [`CALLS`] engine calls a minute. What brings a paused guest back is never held up; who
+//! pauses one reserves the calls for that first (`known::engine_needs`).
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -9,8 +11,6 @@ use tokio::time::Instant;
 
 /// Engine calls a minute of a failing pod.
 pub(super) const CALLS: usize = 5;
-/// What the next attempt costs at least.
-const ATTEMPT: usize = 2;
 const WINDOW: Duration = Duration::from_secs(60);
 
 /// First and longest delay of an ordinary attempt.
@@ -24,11 +24,13 @@ pub(super) struct Retry {
     backoff: Backoff,
     due: Option<Instant>,
     calls: VecDeque<Instant>,
+    failing: bool,
 }
 
 impl Retry {
     pub(super) const fn new() -> Self {
-        Self { backoff: Backoff::new(ORDINARY.0, ORDINARY.1), due: None, calls: VecDeque::new() }
+        let backoff = Backoff::new(ORDINARY.0, ORDINARY.1);
+        Self { backoff, due: None, calls: VecDeque::new(), failing: false }
     }
 
     /// An engine call was made.
@@ -39,31 +41,30 @@ impl Retry {
         }
     }
 
-    /// The wish changed, or the goal was reached: start over.
+    /// The wish changed, or the goal was reached: start over. Calls that were made still count for who fails
+    /// again within the minute.
     pub(super) fn reset(&mut self, deleting: bool) {
         let (first, ceiling) = if deleting { DELETE } else { ORDINARY };
         self.backoff = Backoff::new(first, ceiling);
-        self.due = None;
-        self.calls.clear();
+        (self.due, self.failing) = (None, false);
     }
 
     /// An attempt failed: the next is due later.
     pub(super) fn failed(&mut self, world: &dyn World) -> Instant {
-        let now = world.instant();
-        let due = (now + self.backoff.next(world)).max(self.affordable(now));
-        self.due = Some(due);
+        let due = world.instant() + self.backoff.next(world);
+        (self.due, self.failing) = (Some(due), true);
         due
     }
 
-    /// When the budget allows the next attempt.
-    fn affordable(&self, now: Instant) -> Instant {
+    /// When the budget allows so many calls; `None`: now. Who does not fail has no budget.
+    pub(super) fn affordable(&self, calls: usize, now: Instant) -> Option<Instant> {
+        if !self.failing || calls == 0 {
+            return None;
+        }
+        let spare = CALLS.saturating_sub(calls);
         let recent: Vec<Instant> =
             self.calls.iter().copied().filter(|call| now.duration_since(*call) < WINDOW).collect();
-        let spare = CALLS - ATTEMPT;
-        match recent.len().checked_sub(spare + 1) {
-            None => now,
-            Some(oldest_in_the_way) => recent[oldest_in_the_way] + WINDOW,
-        }
+        recent.len().checked_sub(spare + 1).map(|in_the_way| recent[in_the_way] + WINDOW)
     }
 
     /// When the next attempt is due; `None` when nothing failed or it is due already.
@@ -83,12 +84,14 @@ mod tests {
     async fn a_failing_pod_never_costs_more_engine_calls_a_minute_than_the_budget() {
         let mut retry = Retry::new();
         let mut made: Vec<Instant> = Vec::new();
-        for _ in 0..30 {
+        for calls in (1..=5).cycle().take(60) {
+            if let Some(at) = retry.affordable(calls, RealWorld.instant()) {
+                tokio::time::sleep_until(at).await;
+            }
             let now = RealWorld.instant();
-            retry.called(ATTEMPT, now);
-            made.extend([now; ATTEMPT]);
-            let due = retry.failed(&RealWorld);
-            tokio::time::sleep_until(due).await;
+            retry.called(calls, now);
+            made.extend(std::iter::repeat_n(now, calls));
+            retry.failed(&RealWorld);
         }
         for start in &made {
             let within = made.iter().filter(|call| **call >= *start && **call - *start < WINDOW).count();
@@ -97,12 +100,18 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_reset_makes_the_next_attempt_due_at_once() {
+    async fn a_reset_makes_the_next_attempt_due_at_once_and_its_delays_short_again() {
         let mut retry = Retry::new();
         retry.called(50, RealWorld.instant());
-        retry.failed(&RealWorld);
+        for _ in 0..5 {
+            retry.failed(&RealWorld);
+        }
         assert!(retry.pending(RealWorld.instant()).is_some());
-        retry.reset(true);
+        assert!(retry.affordable(1, RealWorld.instant()).is_some());
+        retry.reset(false);
         assert!(retry.pending(RealWorld.instant()).is_none());
+        assert!(retry.affordable(1, RealWorld.instant()).is_none());
+        let due = retry.failed(&RealWorld);
+        assert!(due <= RealWorld.instant() + ORDINARY.0);
     }
 }

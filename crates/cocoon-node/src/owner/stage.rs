@@ -32,6 +32,8 @@ pub(crate) struct Api {
     pods: Mutex<BTreeMap<String, Pod>>,
     pub(crate) events: Mutex<Vec<Trouble>>,
     pub(crate) writes: Mutex<u32>,
+    /// When something was written, events too.
+    pub(crate) written_at: Mutex<Vec<tokio::time::Instant>>,
     router: Mutex<Option<Weak<Router>>>,
 }
 
@@ -52,6 +54,11 @@ impl Api {
         self.route(Change::Seen(Arc::new(pod)));
     }
 
+    fn wrote(&self) {
+        *self.writes.lock().unwrap() += 1;
+        self.written_at.lock().unwrap().push(tokio::time::Instant::now());
+    }
+
     fn merge(pod: &Pod, patch: &Value) -> Pod {
         let mut value = serde_json::to_value(pod).unwrap();
         json_patch::merge(&mut value, patch);
@@ -68,13 +75,13 @@ impl Cluster for Api {
         let status = status::status_patch(&pod, &show.view, &host, jiff::Timestamp::UNIX_EPOCH);
         let changed = status.is_some();
         for patch in [status].into_iter().flatten() {
-            *self.writes.lock().unwrap() += 1;
+            self.wrote();
             pod = Self::merge(&pod, &patch);
         }
         let annotations = status::annotation_patch(&pod, &show.view);
         let changed = changed || annotations.is_some();
         for patch in [annotations].into_iter().flatten() {
-            *self.writes.lock().unwrap() += 1;
+            self.wrote();
             pod = Self::merge(&pod, &patch);
         }
         if changed {
@@ -87,6 +94,7 @@ impl Cluster for Api {
         let mut events = self.events.lock().unwrap();
         if !events.contains(what) {
             events.push(what.clone());
+            self.written_at.lock().unwrap().push(tokio::time::Instant::now());
         }
     }
 

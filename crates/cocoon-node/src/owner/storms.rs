@@ -114,13 +114,3 @@ async fn a_pod_whose_name_was_edited_before_it_had_a_vm_is_refused_and_may_go() 
     stage.delete("u1");
     stage.until("gone", |stage| stage.pod("u1").is_none()).await;
 }
-
-#[tokio::test(start_paused = true)]
-async fn a_guest_that_is_slow_to_take_its_identity_gets_its_links_in_the_end() {
-    let stage = Stage::new(true).await;
-    let vm = booted(&stage).await;
-    stage.fake.fail("start", 3, Reason::GuestSilent);
-    stage.fake.world().vms.get_mut(&vm).unwrap().view.links_down = true;
-    stage.until("it is up", |stage| !stage.fake.world().vms[&vm].view.links_down).await;
-    assert_eq!((stage.fake.calls("start"), stage.lifecycle("u1")), (4, "ready".into()));
-}

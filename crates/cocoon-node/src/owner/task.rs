@@ -3,8 +3,13 @@
 //! Entry point: `Owner::run`. What comes in is in `intake`, what others see in `front`, what became of a
 //! step in `outcome`.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
+use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 
 use crate::{
@@ -18,11 +23,11 @@ use crate::{
         retry::Retry,
     },
     planner::{
-        Step,
+        Look, Step,
         observation::{Observation, PodKey, Seen},
         plan,
     },
-    reason::Trouble,
+    reason::{Reason, Trouble},
     record::{OwnerRecord, Phase},
     view::View,
 };
@@ -38,6 +43,12 @@ pub(super) struct Owner {
     pub(super) retry: Retry,
     /// A compensation failed: not even those are tried before the retry is due.
     pub(super) hard: bool,
+    /// What was said last about a guest that does not take its identity.
+    pub(super) said_silent: Option<Trouble>,
+    /// The pod whose annotations were judged last.
+    pub(super) judged: Option<Arc<Pod>>,
+    /// What was said about this incarnation's annotations, by its UID.
+    pub(super) odd: (String, BTreeSet<String>),
     pub(super) shown: Option<View>,
     pub(super) version: u64,
     pub(super) shown_at: Instant,
@@ -78,6 +89,9 @@ impl Owner {
             o,
             retry: Retry::new(),
             hard: false,
+            said_silent: None,
+            judged: None,
+            odd: Default::default(),
             shown: None,
             version: 0,
             shown_at: now,
@@ -120,14 +134,35 @@ impl Owner {
                     self.sleep(None).await;
                 }
                 Step::Fail(trouble) => self.failed(trouble, false),
-                step => self.carry_out(step).await,
+                step => match self.too_early(&step) {
+                    Some(wait) => self.sleep(Some(wait)).await,
+                    None => self.carry_out(step).await,
+                },
             }
         }
+    }
+
+    /// How long a failing pod has to wait until its budget of engine calls allows the step.
+    fn too_early(&self, step: &Step) -> Option<Duration> {
+        let hibernates = self.o.record.as_ref().is_some_and(|record| {
+            matches!(record.phase, Phase::Hibernating { .. } | Phase::RollingBack { .. })
+        });
+        // A guest may be waiting for that look in order to go on.
+        if hibernates && *step == Step::Look(Look::Vm) {
+            return None;
+        }
+        let refused = self.o.trouble.as_ref().is_some_and(|trouble| trouble.reason == Reason::ResumeFailed);
+        let calls = if *step == Step::Resume && refused { 1 } else { known::engine_needs(step) };
+        let now = self.context.world.instant();
+        let at = self.retry.affordable(calls, now)?;
+        Some(at.duration_since(now))
     }
 
     /// Takes what was posted, works out the wish, shows what follows.
     async fn look_around(&mut self) {
         self.take_inbox();
+        self.tend_vm();
+        self.say_oddities();
         self.show();
         self.tend_probe();
         self.tend_bystanders().await;

@@ -530,12 +530,13 @@ async fn story(kill: Option<u32>) -> (u32, Vec<String>) {
 
 /// Waits for `check`, restarting the agent when it was killed.
 pub(super) async fn reach(mut stage: Stage, check: impl Fn(&Stage) -> bool) -> Stage {
-    for _ in 0..20_000 {
+    for turn in 0..20_000 {
+        let step = Duration::from_millis(if turn < 100 { 50 } else { 1000 });
         if check(&stage) {
             return stage;
         }
         let killed = std::sync::Arc::clone(&stage.fake.killed);
-        if tokio::time::timeout(Duration::from_millis(50), killed.notified()).await.is_ok() {
+        if tokio::time::timeout(step, killed.notified()).await.is_ok() {
             stage.fake.meanwhile();
             stage = stage.restart().await;
         }

@@ -7,7 +7,7 @@ use cocoon_meta::{fork_baseline_name, hibernate_import_name};
 
 use crate::{
     planner::{
-        Look, Step, create, either, live_name, need,
+        Look, Step, either, live_name, need,
         observation::{Observation, Seen, Wish},
     },
     ports::{Guard, PushRequest, VmPhase, VmView},

@@ -8,8 +8,8 @@ use std::{collections::BTreeMap, time::Duration};
 use jiff::Timestamp;
 
 use crate::{
-    ports::{SnapshotView, TagView, VmView},
-    reason::Trouble,
+    ports::{SnapshotView, TagView, VmPhase, VmView},
+    reason::{Reason, Trouble},
     record::OwnerRecord,
 };
 
@@ -167,6 +167,35 @@ pub struct Reach {
     pub message: String,
 }
 
+/// A clone's guest that has not taken its identity: the VM runs, its links are down, nobody can reach it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Silence {
+    /// Id and process of the VM: another one is told afresh.
+    pub vm: (String, u32),
+    /// How often it was told again in vain.
+    pub tries: u32,
+    /// What else than silence the last of them met.
+    pub obstacle: Option<Trouble>,
+}
+
+impl Silence {
+    /// Tries in vain from which on the pod counts as failed; it is told again all the same.
+    pub const FAILED: u32 = 3;
+
+    /// What the pod says about it. Without figures that grow: what has not changed is not written again.
+    #[must_use]
+    pub fn trouble(&self, vm_name: &str) -> Trouble {
+        let obstacle = self.obstacle.as_ref().map_or_else(String::new, |met| format!(" ({})", met.message));
+        let message = format!(
+            "VM {vm_name} runs, but its guest agent has not taken its identity{obstacle}, so its network stays off; it \
+             is told again, after growing pauses of at most 5 minutes. See `cocoon vm logs {vm_name}`; \
+             `cocoon vm start {vm_name}` tells it at once; if the image has no guest agent that works, delete \
+             the pod"
+        );
+        Trouble::new(Reason::GuestSilent, message)
+    }
+}
+
 /// Everything the planner decides on.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Observation {
@@ -180,6 +209,8 @@ pub struct Observation {
     pub registry: bool,
     /// `<vm>` in the engine.
     pub vm: Seen<Option<VmView>>,
+    /// Its phase when it was known last: what the pod goes on showing while it is asked for again.
+    pub last_phase: Option<VmPhase>,
     /// Local snapshot `<vm>`.
     pub saved: Seen<Option<SnapshotView>>,
     /// Local snapshot `<vm>-hibernate-import`.
@@ -218,6 +249,8 @@ pub struct Observation {
     pub unpublished_for: Duration,
     /// What the probe says.
     pub reach: Reach,
+    /// The guest does not take its identity.
+    pub silence: Option<Silence>,
     /// The failure of this attempt, until another step of it succeeds.
     pub trouble: Option<Trouble>,
     /// The last failure, until the goal is reached or the wish changes: what the pod shows.
@@ -238,6 +271,13 @@ impl Observation {
         let paused =
             since.map(|since| Duration::try_from(self.now.duration_since(since)).unwrap_or_default());
         limit.saturating_sub(paused.unwrap_or_default())
+    }
+
+    /// Whether the guest runs, as far as anybody knows.
+    #[must_use]
+    pub fn runs(&self) -> bool {
+        let phase = self.vm_there().map(|vm| vm.phase).or(self.last_phase);
+        phase.is_none_or(|phase| phase == VmPhase::Running)
     }
 
     /// The VM, if the engine has one for sure.

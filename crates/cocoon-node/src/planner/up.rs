@@ -74,6 +74,7 @@ fn restarted(o: &Observation, record: &OwnerRecord) -> Step {
     }
     let mut next = record.clone();
     next.restart_pending = true;
+    next.stop_ordered = o.vm_there().is_some_and(|vm| vm.stopped_in_order);
     next.last_restart = Some(o.now);
     Step::Note(Box::new(next))
 }
@@ -171,7 +172,7 @@ fn refreshed(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) ->
         next.restarts = next.restarts.saturating_add(1);
         next.started = Some(o.now);
     }
-    if o.reach.ready && o.reach.vm_id == vm.id && o.published {
+    if o.reach.ready && o.reach.vm_id == vm.id && o.published && !vm.links_down {
         next.woken_ready = next.woken_from.is_some();
     }
     (next != *record).then_some(next)

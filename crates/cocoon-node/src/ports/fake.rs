@@ -56,6 +56,14 @@ pub(crate) struct World {
     pub(crate) images: Vec<String>,
     pub(crate) records: BTreeMap<String, OwnerRecord>,
     pub(crate) calls: Vec<String>,
+    pub(crate) called_at: Vec<tokio::time::Instant>,
+    /// Calls that take their time.
+    pub(crate) slow: BTreeMap<String, Duration>,
+    pub(crate) disk_used: u64,
+    /// Guests of clones do not take their identity.
+    pub(crate) mute: bool,
+    /// A start succeeds and changes nothing about that.
+    pub(crate) deaf: bool,
     /// Call name → how often it fails yet, and with what.
     failing: BTreeMap<String, (u32, Reason)>,
     /// Effects until the agent is killed; the effect that reaches 0 is done and never answered.
@@ -111,13 +119,21 @@ impl Fake {
     fn begin(&self, call: &str, object: &str) -> PortResult<()> {
         let mut world = self.world();
         world.calls.push(format!("{call} {object}"));
+        world.called_at.push(tokio::time::Instant::now());
+        let exact = format!("{call} {object}");
+        let call = if world.failing.contains_key(&exact) { exact.as_str() } else { call };
         match world.failing.get_mut(call) {
             Some((0, _)) | None => Ok(()),
             Some((left, reason)) => {
                 *left -= 1;
-                Err(PortError::new(*reason, format!("{call} {object}: injected")))
+                Err(PortError::new(*reason, format!("{call}: injected")))
             }
         }
+    }
+
+    async fn slowly(&self, call: &str) {
+        let wait = self.world().slow.get(call).copied();
+        tokio::time::sleep(wait.unwrap_or_default()).await;
     }
 
     /// An effect is done; perhaps the agent does not live to hear of it.
@@ -156,6 +172,7 @@ impl Fake {
             hypervisor: "qemu".to_owned(),
             came_up: true,
             links_down: false,
+            stopped_in_order: false,
         };
         world.vms.insert(name.to_owned(), Machine { view: view.clone(), state, frozen: false });
         Ok(view)
@@ -214,7 +231,7 @@ impl Vms for Fake {
     }
 
     async fn run(&self, request: RunRequest) -> PortResult<VmView> {
-        self.begin("run", &request.name)?;
+        self.begin("run", &format!("{} {}", request.name, request.image))?;
         let made = self.make(&request.name, 0)?;
         self.done().await;
         Ok(made)
@@ -225,7 +242,11 @@ impl Vms for Fake {
         let held = self.world().snapshots.get(&request.snapshot).cloned();
         let missing =
             || PortError::new(Reason::SnapshotNotFound, format!("no snapshot {}", request.snapshot));
-        let made = self.make(&request.name, held.ok_or_else(missing)?.state)?;
+        let mut made = self.make(&request.name, held.ok_or_else(missing)?.state)?;
+        made.links_down = self.world().mute;
+        if let Some(machine) = self.world().vms.get_mut(&request.name) {
+            machine.view.links_down = made.links_down;
+        }
         self.done().await;
         Ok(made)
     }
@@ -234,9 +255,10 @@ impl Vms for Fake {
         self.begin("start", vm)?;
         let started = {
             let mut world = self.world();
+            let deaf = world.deaf;
             let machine = world.vms.get_mut(vm).ok_or_else(|| PortError::new(Reason::VMGone, "no VM"))?;
             (machine.view.phase, machine.frozen) = (VmPhase::Running, false);
-            machine.view.links_down = false;
+            machine.view.links_down &= deaf;
             machine.view.clone()
         };
         self.done().await;
@@ -287,6 +309,11 @@ impl Vms for Fake {
         self.done().await;
         Ok(())
     }
+
+    async fn disk_used(&self) -> PortResult<u64> {
+        self.begin("disk", "")?;
+        Ok(self.world().disk_used)
+    }
 }
 
 #[async_trait]
@@ -308,6 +335,7 @@ impl Snapshots for Fake {
 impl Images for Fake {
     async fn ensure(&self, image: &str, _force: bool) -> PortResult<String> {
         self.begin("image", image)?;
+        self.slowly("image").await;
         let there = self.world().images.iter().any(|known| known == image);
         let missing =
             || PortError::new(Reason::ImageNotFound, format!("image {image:?} is nowhere; import it"));
@@ -345,6 +373,7 @@ impl Registry for Fake {
     async fn push(&self, request: PushRequest) -> PortResult<String> {
         let name = format!("{}:{}", request.repository, request.tag);
         self.begin("push", &name)?;
+        self.slowly("push").await;
         let digest = {
             let mut world = self.world();
             let found = world.snapshots.values().find(|held| held.id == request.snapshot).cloned();

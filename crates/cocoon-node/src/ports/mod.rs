@@ -106,6 +106,8 @@ pub struct VmView {
     pub came_up: bool,
     /// It runs without network: its guest has not taken its new identity. `start` tries again.
     pub links_down: bool,
+    /// Somebody had it stopped, and it did; a process that ended by itself is not that.
+    pub stopped_in_order: bool,
 }
 
 /// What `run` needs.
@@ -209,6 +211,10 @@ pub trait Vms: Send + Sync + fmt::Debug {
     async fn save(&self, vm: &str, name: &str) -> PortResult<SnapshotView>;
     /// Lets a paused guest go on.
     async fn resume(&self, vm: &str) -> PortResult<()>;
+    /// Bytes of the data file system that the VMs' own writable disks take now. What cannot tell says none.
+    async fn disk_used(&self) -> PortResult<u64> {
+        Ok(0)
+    }
 }
 
 /// Local snapshots.

@@ -65,6 +65,7 @@ fn vm(phase: VmPhase) -> Seen<Option<VmView>> {
         hypervisor: "qemu".into(),
         came_up: true,
         links_down: false,
+        stopped_in_order: false,
     }))
 }
 

@@ -1,5 +1,7 @@
 //! VMs and local snapshots, by our own engine in this process.
 
+use std::{os::unix::fs::MetadataExt as _, path::PathBuf};
+
 use async_trait::async_trait;
 use cocoon_engine::{
     engine::Engine,
@@ -88,6 +90,13 @@ impl Vms for EnginePort {
     async fn resume(&self, vm: &str) -> PortResult<()> {
         self.engine.resume(vm).await.map_err(|error| change(format!("resuming VM {vm}"), error))
     }
+
+    async fn disk_used(&self) -> PortResult<u64> {
+        let vms = self.engine.list().await.map_err(|error| lookup("listing VMs", error))?;
+        let disks = vms.into_iter().flat_map(|vm| vm.storage_configs).filter(|disk| !disk.ro);
+        let paths: Vec<PathBuf> = disks.map(|disk| disk.path.into()).collect();
+        Ok(tokio::task::spawn_blocking(move || allocated(&paths)).await.unwrap_or_default())
+    }
 }
 
 impl EnginePort {
@@ -117,6 +126,13 @@ impl Snapshots for EnginePort {
     }
 }
 
+/// Bytes that files really take; a file that is gone takes none.
+fn allocated(paths: &[PathBuf]) -> u64 {
+    const BLOCK: u64 = 512;
+    let blocks = |path: &PathBuf| std::fs::metadata(path).map_or(0, |facts| facts.blocks());
+    paths.iter().map(blocks).sum::<u64>().saturating_mul(BLOCK)
+}
+
 fn vm_view(vm: Vm) -> VmView {
     let phase = match (vm.state, vm.paused) {
         (VmState::Creating, _) => VmPhase::Creating,
@@ -124,6 +140,7 @@ fn vm_view(vm: Vm) -> VmView {
         (VmState::Running, false) => VmPhase::Running,
         (VmState::Created | VmState::Stopped | VmState::Error | VmState::Stale, _) => VmPhase::Stopped,
     };
+    let stopped_in_order = vm.state == VmState::Stopped;
     VmView {
         id: vm.id,
         name: vm.config.name,
@@ -133,6 +150,7 @@ fn vm_view(vm: Vm) -> VmView {
         hypervisor: hypervisor_word(&vm.hypervisor),
         came_up: vm.first_booted,
         links_down: vm.links_down,
+        stopped_in_order,
     }
 }
 
@@ -191,4 +209,20 @@ pub(super) fn is_disk_full(error: &(dyn std::error::Error + 'static)) -> bool {
         next = error.source();
     }
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_counts_with_what_it_takes_not_with_its_size() {
+        let folder = tempfile::tempdir().unwrap();
+        let [sparse, full, gone] = ["sparse", "full", "gone"].map(|name| folder.path().join(name));
+        std::fs::File::create(&sparse).unwrap().set_len(1 << 30).unwrap();
+        std::fs::write(&full, vec![1_u8; 1 << 20]).unwrap();
+        std::fs::File::open(&full).unwrap().sync_all().unwrap();
+        let used = allocated(&[sparse, full, gone]);
+        assert!((1 << 20..2 << 20).contains(&used), "{used}");
+    }
 }
