@@ -1,33 +1,10 @@
-//! Who calls, and whether they may. Pure.
+//! Whether a caller may use the port. Pure.
 //!
-//! A client certificate's common name is the user, its organisations are the groups (Kubernetes' own
-//! reading). TLS has checked the chain before any of this runs.
+//! The caller is the subject of a client certificate. TLS has checked the chain before any of this runs.
 
-use x509_parser::{certificate::X509Certificate, prelude::FromDer as _};
+use cocoon_kit::tls::Subject;
 
 use crate::config::NodeConfig;
-
-/// Who calls.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Caller {
-    /// Common name.
-    pub user: String,
-    /// Organisations.
-    pub groups: Vec<String>,
-}
-
-impl Caller {
-    /// The subject of a certificate; `None` when it has no common name.
-    #[must_use]
-    pub fn of(certificate: &[u8]) -> Option<Self> {
-        let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
-        let subject = certificate.subject();
-        let user = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
-        let groups =
-            subject.iter_organization().filter_map(|name| Some(name.as_str().ok()?.to_owned())).collect();
-        Some(Self { user, groups })
-    }
-}
 
 /// What follows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,11 +19,11 @@ pub enum Verdict {
 
 /// Whether this caller may use the port at all. Deny by default.
 #[must_use]
-pub fn judge(caller: Option<&Caller>, config: &NodeConfig) -> Verdict {
+pub fn judge(caller: Option<&Subject>, config: &NodeConfig) -> Verdict {
     let Some(caller) = caller else { return Verdict::Unknown };
-    let allowed = config.kubelet_users.contains(&caller.user)
+    let allowed = config.kubelet_users.contains(&caller.name)
         || caller.groups.iter().any(|group| config.kubelet_groups.contains(group));
-    if allowed { Verdict::Allowed } else { Verdict::Forbidden(caller.user.clone()) }
+    if allowed { Verdict::Allowed } else { Verdict::Forbidden(caller.name.clone()) }
 }
 
 #[cfg(test)]
@@ -68,11 +45,10 @@ mod tests {
         ] {
             let identity = authority.issue_client(name, groups).unwrap();
             let der = CertificateDer::from_pem_slice(identity.certificate.as_bytes()).unwrap();
-            let caller = Caller::of(&der).unwrap();
-            assert_eq!(caller.user, name);
+            let caller = Subject::of(&der).unwrap();
+            assert_eq!(caller.name, name);
             assert_eq!(judge(Some(&caller), &config), expected, "{name}");
         }
         assert_eq!(judge(None, &config), Verdict::Unknown);
-        assert_eq!(Caller::of(b"no certificate"), None);
     }
 }

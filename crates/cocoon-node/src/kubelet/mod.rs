@@ -17,6 +17,10 @@ pub mod waiting;
 use std::{convert::Infallible, io, net, sync::Arc, time::Duration};
 
 use bytes::Bytes;
+use cocoon_kit::{
+    door::{Arrival, Door, Entered, Known, Limits, Refused},
+    tls::Subject,
+};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
 use hyper::body::Incoming;
@@ -25,18 +29,19 @@ use hyper_util::{
     server::conn::auto::Builder,
 };
 use k8s_openapi::api::core::v1::Pod;
-use tokio::{net::TcpListener, net::TcpStream, sync::Semaphore, task::JoinSet};
-use tokio_rustls::TlsAcceptor;
+use tokio::{net::TcpListener, sync::Semaphore, task::JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use self::auth::{Caller, Verdict};
+use self::auth::Verdict;
 use crate::{
     owner::{Context, directory::Seat},
     planner::observation::PodKey,
     pods::table::PodTable,
 };
 
-const CONNECTIONS: usize = 512;
+/// Neither handshakes nor callers without an allowed certificate take the places of those who have one.
+const LIMITS: Limits =
+    Limits { arrivals: 512, strangers: 128, known: 512, patience: HANDSHAKE, certified: HANDSHAKE };
 const EXECS: usize = 512;
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
@@ -82,55 +87,50 @@ impl Server {
     pub async fn serve(self, listener: net::TcpListener, shutdown: CancellationToken) -> io::Result<()> {
         listener.set_nonblocking(true)?;
         let listener = TcpListener::from_std(listener)?;
-        let permits = Arc::new(Semaphore::new(CONNECTIONS));
+        let Some(tls) = self.context.config.kubelet_tls.clone() else {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the kubelet port has no certificate"));
+        };
+        let door = Door::new(tls, LIMITS, Refused::default());
         let mut connections = JoinSet::new();
-        loop {
-            let accepted = tokio::select! {
-                biased;
-                () = shutdown.cancelled() => break,
-                accepted = listener.accept() => accepted,
-            };
+        while let Some(arrival) = shutdown.run_until_cancelled(door.next(&listener)).await {
             while connections.try_join_next().is_some() {}
-            match accepted {
-                Ok((stream, _)) => {
-                    let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else { continue };
-                    let server = self.clone();
-                    connections.spawn(async move {
-                        server.connection(stream).await;
-                        drop(permit);
-                    });
-                }
-                Err(error) => {
-                    tracing::warn!(error = %error, "kubelet port");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-            }
+            connections.spawn(self.clone().connection(arrival));
         }
         connections.shutdown().await;
         Ok(())
     }
 
-    async fn connection(self, stream: TcpStream) {
-        let Some(config) = self.context.config.kubelet_tls.clone() else { return };
-        let _ = stream.set_nodelay(true);
-        let handshake = TlsAcceptor::from(config).accept(stream);
-        let Ok(Ok(tls)) = tokio::time::timeout(HANDSHAKE, handshake).await else { return };
-        let certificate = tls.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-        let caller = Arc::new(certificate.and_then(|certificate| Caller::of(certificate)));
+    async fn connection(self, arrival: Arrival) {
+        let Some(Entered { stream, subject, stay }) = arrival.enter().await else { return };
+        let (caller, known) = (Arc::new(subject), stay.known());
         let service = hyper::service::service_fn(move |request| {
-            let (server, caller) = (self.clone(), Arc::clone(&caller));
-            async move { Ok::<_, Infallible>(server.answer(caller.as_ref().as_ref(), request).await) }
+            let (server, caller, known) = (self.clone(), Arc::clone(&caller), known.clone());
+            async move { Ok::<_, Infallible>(server.answer(Option::as_ref(&caller), &known, request).await) }
         });
         let mut http = Builder::new(TokioExecutor::new());
         http.http1().timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(HANDSHAKE);
-        if let Err(error) = http.serve_connection_with_upgrades(TokioIo::new(tls), service).await {
-            tracing::debug!(error, "kubelet connection ended");
+        tokio::select! {
+            biased;
+            ended = http.serve_connection_with_upgrades(TokioIo::new(stream), service) => {
+                if let Err(error) = ended {
+                    tracing::debug!(error, "kubelet connection ended");
+                }
+            }
+            () = stay.over() => tracing::debug!("kubelet connection closed: no allowed caller in time"),
         }
     }
 
-    async fn answer(&self, caller: Option<&Caller>, request: Request<Incoming>) -> Response<Body> {
+    async fn answer(
+        &self,
+        caller: Option<&Subject>,
+        known: &Known,
+        request: Request<Incoming>,
+    ) -> Response<Body> {
         match auth::judge(caller, &self.context.config) {
-            Verdict::Allowed => self.route(request).await,
+            Verdict::Allowed => {
+                known.tell();
+                self.route(request).await
+            }
             Verdict::Unknown => text(
                 StatusCode::UNAUTHORIZED,
                 "Unauthorized: show a client certificate of the cluster's authority",

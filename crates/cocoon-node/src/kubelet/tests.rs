@@ -156,6 +156,47 @@ async fn every_path_is_closed_to_callers_without_an_allowed_certificate() {
 }
 
 #[tokio::test]
+async fn callers_without_a_certificate_close_the_port_to_nobody() {
+    let port = Port::open().await;
+    let mut silent = Vec::new();
+    for _ in 0..200 {
+        silent.push(port.connect(port.nobody()).await);
+    }
+    let mut bare = Vec::new();
+    for _ in 0..520 {
+        bare.push(TcpStream::connect(port.address).await.unwrap());
+    }
+    assert_eq!(port.path("/healthz").await.0, StatusCode::OK);
+    let mut rest = Vec::new();
+    use tokio::io::AsyncReadExt as _;
+    let oldest = tokio::time::timeout(std::time::Duration::from_secs(5), silent[0].read_to_end(&mut rest));
+    assert!(oldest.await.is_ok(), "the oldest made room");
+}
+
+#[tokio::test]
+async fn a_caller_who_may_do_nothing_is_not_kept() {
+    let port = Port::open().await;
+    let (mut nobody, mut eve, mut root) = (
+        port.connect(port.nobody()).await,
+        port.connect(port.client("eve", &[])).await,
+        port.connect(port.client("root", &["system:masters"])).await,
+    );
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    for stream in [&mut nobody, &mut eve, &mut root] {
+        // Follows a log that never ends, or is refused; the connection itself stays open.
+        let path = "/containerLogs/default/demo-0/agent?follow=true";
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.unwrap();
+        stream.read_u8().await.unwrap();
+    }
+    let wait = std::time::Duration::from_secs(30);
+    let mut rest = Vec::new();
+    tokio::time::pause();
+    assert!(tokio::time::timeout(wait, nobody.read_to_end(&mut rest)).await.is_ok());
+    assert!(tokio::time::timeout(wait, eve.read_to_end(&mut rest)).await.is_ok());
+    assert!(tokio::time::timeout(wait, root.read_to_end(&mut rest)).await.is_err(), "a known caller stays");
+}
+
+#[tokio::test]
 async fn routes_answer_or_say_that_they_do_not_exist() {
     let port = Port::open().await;
     for (path, status, part) in [
@@ -164,7 +205,11 @@ async fn routes_answer_or_say_that_they_do_not_exist() {
         ("/containerLogs/default/demo-0/agent?tailLines=2", 200, "two\nthree\n"),
         ("/containerLogs/default/demo-0/agent?tailLines=x", 400, "tailLines"),
         ("/containerLogs/default/demo-0/other", 404, "one container"),
-        ("/containerLogs/default/asleep/agent", 400, "is waiting to start: Hibernated: asleep; wake it with"),
+        (
+            "/containerLogs/default/asleep/agent",
+            400,
+            "is waiting to start: Hibernated: asleep: kubectl annotate pod",
+        ),
         ("/containerLogs/default/refused/agent", 400, "is waiting to start: VMNameMismatch: use another"),
         ("/containerLogs/default/nobody/agent", 404, "no VM on this node"),
         ("/exec/default/demo-0/agent?command=sh&output=1&tty=1", 400, "without -t"),
@@ -172,7 +217,7 @@ async fn routes_answer_or_say_that_they_do_not_exist() {
         (
             "/exec/default/asleep/agent?command=sh&output=1",
             400,
-            "container not running: Hibernated: asleep; wake it",
+            "container not running: Hibernated: asleep: kubectl annotate pod",
         ),
         ("/attach/default/demo-0/agent", 501, "not served"),
         ("/stats/summary", 501, "not served"),
