@@ -33,11 +33,7 @@ impl Guest for Script {
     async fn exec(&self, _vm: &str, exec: Exec) -> PortResult<GuestSession> {
         let (stdin, mut typed) = mpsc::channel::<Vec<u8>>(4);
         let (events, read) = mpsc::channel(4);
-        let code: i32 = exec
-            .argv
-            .last()
-            .and_then(|text| text.parse().ok())
-            .unwrap_or(0);
+        let code: i32 = exec.argv.last().and_then(|text| text.parse().ok()).unwrap_or(0);
         tokio::spawn(async move {
             let _ = events.send(Ok(ExecEvent::Started(7))).await;
             while let Some(data) = typed.recv().await {
@@ -46,13 +42,7 @@ impl Guest for Script {
             let _ = events.send(Ok(ExecEvent::Stderr(b"bye".to_vec()))).await;
             let _ = events.send(Ok(ExecEvent::Exit(code))).await;
         });
-        Ok(GuestSession {
-            session: ExecSession {
-                stdin,
-                events: read,
-            },
-            keep: Arc::new(()),
-        })
+        Ok(GuestSession { session: ExecSession { stdin, events: read }, keep: Arc::new(()) })
     }
 
     async fn console(&self, _vm: &str) -> PortResult<PathBuf> {
@@ -71,9 +61,7 @@ impl Port {
     async fn open() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let authority = Authority::load_or_create(folder.path(), "ca").unwrap();
-        let identity = authority
-            .issue_server("node", &["localhost"], &[[127, 0, 0, 1].into()])
-            .unwrap();
+        let identity = authority.issue_server("node", &["localhost"], &[[127, 0, 0, 1].into()]).unwrap();
         let console = folder.path().join("console.log");
         std::fs::write(&console, "one\ntwo\nthree\n").unwrap();
         let mut config = NodeConfig::new("node");
@@ -84,11 +72,7 @@ impl Port {
         let world = Arc::new(cocoon_kit::world::RealWorld);
         let context = Context::new(config, ports, world, api, CancellationToken::new());
         let table = Arc::new(PodTable::default());
-        table.apply(waiting(
-            stage::pod("refused", "u3", &[]),
-            "VMNameMismatch",
-            "use another",
-        ));
+        table.apply(waiting(stage::pod("refused", "u3", &[]), "VMNameMismatch", "use another"));
         for (name, uid, vm_id) in [("demo-0", "u1", "VM1"), ("asleep", "u2", "")] {
             let mut pod = stage::pod(name, uid, &[]);
             if vm_id.is_empty() {
@@ -108,12 +92,7 @@ impl Port {
         let address = listener.local_addr().unwrap();
         let server = Server::new(Arc::clone(&context), table);
         tokio::spawn(server.serve(listener, context.shutdown.clone()));
-        Self {
-            address,
-            authority,
-            context,
-            folder: folder,
-        }
+        Self { address, authority, context, folder: folder }
     }
 
     fn client(&self, user: &str, groups: &[&str]) -> Arc<ClientConfig> {
@@ -124,29 +103,19 @@ impl Port {
     fn nobody(&self) -> Arc<ClientConfig> {
         use rustls::pki_types::{CertificateDer, pem::PemObject as _};
         let mut roots = rustls::RootCertStore::empty();
-        roots
-            .add(CertificateDer::from_pem_slice(self.authority.certificate().as_bytes()).unwrap())
-            .unwrap();
+        roots.add(CertificateDer::from_pem_slice(self.authority.certificate().as_bytes()).unwrap()).unwrap();
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap();
+        let config =
+            ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
         Arc::new(config.with_root_certificates(roots).with_no_client_auth())
     }
 
     async fn connect(&self, config: Arc<ClientConfig>) -> TlsStream<TcpStream> {
         let stream = TcpStream::connect(self.address).await.unwrap();
-        TlsConnector::from(config)
-            .connect(ServerName::try_from("localhost").unwrap(), stream)
-            .await
-            .unwrap()
+        TlsConnector::from(config).connect(ServerName::try_from("localhost").unwrap(), stream).await.unwrap()
     }
 
-    async fn get(
-        &self,
-        config: Arc<ClientConfig>,
-        request: Request<Empty<Bytes>>,
-    ) -> (StatusCode, String) {
+    async fn get(&self, config: Arc<ClientConfig>, request: Request<Empty<Bytes>>) -> (StatusCode, String) {
         let stream = TokioIo::new(self.connect(config).await);
         let (mut sender, connection) = hyper::client::conn::http1::handshake(stream).await.unwrap();
         tokio::spawn(connection);
@@ -157,8 +126,7 @@ impl Port {
     }
 
     async fn path(&self, path: &str) -> (StatusCode, String) {
-        self.get(self.client("root", &["system:masters"]), get(path))
-            .await
+        self.get(self.client("root", &["system:masters"]), get(path)).await
     }
 }
 
@@ -172,28 +140,16 @@ fn waiting(mut pod: Pod, reason: &str, message: &str) -> Pod {
 }
 
 fn get(path: &str) -> Request<Empty<Bytes>> {
-    Request::get(path)
-        .header("host", "localhost")
-        .body(Empty::new())
-        .unwrap()
+    Request::get(path).header("host", "localhost").body(Empty::new()).unwrap()
 }
 
 #[tokio::test]
 async fn every_path_is_closed_to_callers_without_an_allowed_certificate() {
     let port = Port::open().await;
-    for path in [
-        "/",
-        "/healthz",
-        "/pods",
-        "/exec/default/demo-0/agent?command=sh",
-        "/nowhere",
-        "/%2e%2e",
-    ] {
+    for path in ["/", "/healthz", "/pods", "/exec/default/demo-0/agent?command=sh", "/nowhere", "/%2e%2e"] {
         let (status, _) = port.get(port.nobody(), get(path)).await;
         assert_eq!(status, StatusCode::UNAUTHORIZED, "{path}");
-        let (status, text) = port
-            .get(port.client("eve", &["system:authenticated"]), get(path))
-            .await;
+        let (status, text) = port.get(port.client("eve", &["system:authenticated"]), get(path)).await;
         assert_eq!(status, StatusCode::FORBIDDEN, "{path}");
         assert!(text.contains("eve"));
     }
@@ -213,10 +169,7 @@ async fn callers_without_a_certificate_close_the_port_to_nobody() {
     assert_eq!(port.path("/healthz").await.0, StatusCode::OK);
     let mut rest = Vec::new();
     use tokio::io::AsyncReadExt as _;
-    let oldest = tokio::time::timeout(
-        std::time::Duration::from_secs(5),
-        silent[0].read_to_end(&mut rest),
-    );
+    let oldest = tokio::time::timeout(std::time::Duration::from_secs(5), silent[0].read_to_end(&mut rest));
     assert!(oldest.await.is_ok(), "the oldest made room");
 }
 
@@ -232,31 +185,15 @@ async fn a_caller_who_may_do_nothing_is_not_kept() {
     for stream in [&mut nobody, &mut eve, &mut root] {
         // Follows a log that never ends, or is refused; the connection itself stays open.
         let path = "/containerLogs/default/demo-0/agent?follow=true";
-        stream
-            .write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes())
-            .await
-            .unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes()).await.unwrap();
         stream.read_u8().await.unwrap();
     }
     let wait = std::time::Duration::from_secs(30);
     let mut rest = Vec::new();
     tokio::time::pause();
-    assert!(
-        tokio::time::timeout(wait, nobody.read_to_end(&mut rest))
-            .await
-            .is_ok()
-    );
-    assert!(
-        tokio::time::timeout(wait, eve.read_to_end(&mut rest))
-            .await
-            .is_ok()
-    );
-    assert!(
-        tokio::time::timeout(wait, root.read_to_end(&mut rest))
-            .await
-            .is_err(),
-        "a known caller stays"
-    );
+    assert!(tokio::time::timeout(wait, nobody.read_to_end(&mut rest)).await.is_ok());
+    assert!(tokio::time::timeout(wait, eve.read_to_end(&mut rest)).await.is_ok());
+    assert!(tokio::time::timeout(wait, root.read_to_end(&mut rest)).await.is_err(), "a known caller stays");
 }
 
 #[tokio::test]
@@ -265,42 +202,18 @@ async fn routes_answer_or_say_that_they_do_not_exist() {
     for (path, status, part) in [
         ("/healthz", 200, "ok"),
         ("/pods", 200, "\"demo-0\""),
-        (
-            "/containerLogs/default/demo-0/agent?tailLines=2",
-            200,
-            "two\nthree\n",
-        ),
-        (
-            "/containerLogs/default/demo-0/agent?tailLines=x",
-            400,
-            "tailLines",
-        ),
+        ("/containerLogs/default/demo-0/agent?tailLines=2", 200, "two\nthree\n"),
+        ("/containerLogs/default/demo-0/agent?tailLines=x", 400, "tailLines"),
         ("/containerLogs/default/demo-0/other", 404, "one container"),
         (
             "/containerLogs/default/asleep/agent",
             400,
             "is waiting to start: Hibernated: asleep: kubectl annotate pod",
         ),
-        (
-            "/containerLogs/default/refused/agent",
-            400,
-            "is waiting to start: VMNameMismatch: use another",
-        ),
-        (
-            "/containerLogs/default/nobody/agent",
-            404,
-            "no VM on this node",
-        ),
-        (
-            "/exec/default/demo-0/agent?command=sh&output=1&tty=1",
-            400,
-            "without -t",
-        ),
-        (
-            "/exec/default/demo-0/agent?command=sh&output=1",
-            400,
-            "WebSocket",
-        ),
+        ("/containerLogs/default/refused/agent", 400, "is waiting to start: VMNameMismatch: use another"),
+        ("/containerLogs/default/nobody/agent", 404, "no VM on this node"),
+        ("/exec/default/demo-0/agent?command=sh&output=1&tty=1", 400, "without -t"),
+        ("/exec/default/demo-0/agent?command=sh&output=1", 400, "WebSocket"),
         (
             "/exec/default/asleep/agent?command=sh&output=1",
             400,
@@ -333,10 +246,7 @@ async fn logs_are_text_also_where_a_sequence_is_cut_by_the_end_of_a_read() {
     let mut body = sender.send_request(get(path)).await.unwrap().into_body();
     let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
     assert_eq!(first, "ready\n");
-    let mut log = std::fs::File::options()
-        .append(true)
-        .open(&console)
-        .unwrap();
+    let mut log = std::fs::File::options().append(true).open(&console).unwrap();
     std::io::Write::write_all(&mut log, b";31mred\x1b[0m\r\nand more than the limit").unwrap();
     let rest = body.collect().await.unwrap().to_bytes();
     assert_eq!(rest, "red\nand more t", "20 bytes in all");
@@ -346,15 +256,9 @@ async fn logs_are_text_also_where_a_sequence_is_cut_by_the_end_of_a_read() {
 async fn a_spdy_client_is_told_what_to_use() {
     let port = Port::open().await;
     let mut request = get("/exec/default/demo-0/agent?command=sh&output=1");
-    request
-        .headers_mut()
-        .insert("upgrade", "SPDY/3.1".parse().unwrap());
-    request
-        .headers_mut()
-        .insert("connection", "Upgrade".parse().unwrap());
-    let (status, text) = port
-        .get(port.client("root", &["system:masters"]), request)
-        .await;
+    request.headers_mut().insert("upgrade", "SPDY/3.1".parse().unwrap());
+    request.headers_mut().insert("connection", "Upgrade".parse().unwrap());
+    let (status, text) = port.get(port.client("root", &["system:masters"]), request).await;
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(text.contains("SPDY is not served"));
 }
@@ -364,22 +268,12 @@ async fn exec(port: &Port, protocol: &str, code: i32) -> Vec<Vec<u8>> {
         "wss://localhost/exec/default/demo-0/agent?command=sh&command={code}&input=1&output=1&error=1"
     );
     let mut request = uri.into_client_request().unwrap();
-    request
-        .headers_mut()
-        .insert("sec-websocket-protocol", protocol.parse().unwrap());
+    request.headers_mut().insert("sec-websocket-protocol", protocol.parse().unwrap());
     let stream = port.connect(port.client("root", &["system:masters"])).await;
-    let (mut socket, response) = tokio_tungstenite::client_async(request, stream)
-        .await
-        .unwrap();
+    let (mut socket, response) = tokio_tungstenite::client_async(request, stream).await.unwrap();
     assert_eq!(response.headers()["sec-websocket-protocol"], protocol);
-    socket
-        .send(Message::Binary(b"\0hello".to_vec().into()))
-        .await
-        .unwrap();
-    socket
-        .send(Message::Binary(vec![255, 0].into()))
-        .await
-        .unwrap();
+    socket.send(Message::Binary(b"\0hello".to_vec().into())).await.unwrap();
+    socket.send(Message::Binary(vec![255, 0].into())).await.unwrap();
     let mut frames = Vec::new();
     while let Some(Ok(message)) = socket.next().await {
         if let Message::Binary(frame) = message {
