@@ -123,6 +123,8 @@ take_the_place_of! {
 }
 
 #[cfg(test)]
+mod mapped;
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -1,6 +1,5 @@
-//! The library in a real process: this test runs itself again with it preloaded.
-
-#![allow(unsafe_code, clippy::unwrap_used, clippy::panic)]
+//! The library in a real process: the test runs itself again with the variables that QEMU gets. In a test
+//! program, too, our two functions take the place of the C library's.
 
 use std::{
     fs::File,
@@ -8,7 +7,6 @@ use std::{
         fd::{AsRawFd as _, FromRawFd as _},
         unix::fs::{FileExt as _, MetadataExt as _},
     },
-    path::PathBuf,
     process::Command,
 };
 
@@ -28,9 +26,8 @@ fn the_ram_file_is_mapped_privately_under_both_names_and_nothing_else_is() {
     let (ram, base, other) = (memory_file(1), memory_file(2), memory_file(3));
     let meta = ram.metadata().unwrap();
     let done = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", NAME, "--nocapture"])
+        .args(["--exact", &format!("mapped::{NAME}"), "--nocapture"])
         .env(FILES, [&ram, &base, &other].map(|file| file.as_raw_fd().to_string()).join(" "))
-        .env("LD_PRELOAD", library())
         .env("COCOON_SHIM_RAM_DEV", meta.dev().to_string())
         .env("COCOON_SHIM_RAM_INO", meta.ino().to_string())
         .env("COCOON_SHIM_BASE_FD", base.as_raw_fd().to_string())
@@ -44,14 +41,6 @@ fn the_ram_file_is_mapped_privately_under_both_names_and_nothing_else_is() {
     assert_eq!((first(&ram), first(&base), first(&other)), (1, 2, 9), "only the other file was written to");
 }
 
-/// Where cargo puts the library that belongs to this test.
-fn library() -> PathBuf {
-    let deps = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let library = deps.with_file_name("libcocoon_shim.so");
-    assert!(library.is_file(), "{} is missing: cargo build -p cocoon-shim", library.display());
-    library
-}
-
 /// A file of two pages of `byte` that a child inherits.
 fn memory_file(byte: u8) -> File {
     // SAFETY: a constant name; the descriptor is new and owned by the file alone.
@@ -62,14 +51,14 @@ fn memory_file(byte: u8) -> File {
 
 fn inside(files: &[c_int]) {
     let &[ram, base, other] = files else { panic!("three files") };
-    for mmap in [libc::mmap as Mmap, libc::mmap64 as Mmap] {
+    for mmap in [crate::mmap as Mmap, crate::mmap64 as Mmap] {
         assert_eq!(seen_and_written(mmap, ram, MAP_SHARED, 9), 2, "the base's in place of the RAM file's");
         assert_eq!(seen_and_written(mmap, ram, MAP_PRIVATE, 9), 1, "not shared: left alone");
         assert_eq!(seen_and_written(mmap, base, MAP_SHARED, 2), 2, "the base itself is left alone");
         seen_and_written(mmap, other, MAP_SHARED, 9);
         assert_eq!(seen_and_written(mmap, other, MAP_SHARED, 9), 9, "another file stays shared");
     }
-    let bad = mapped(libc::mmap, -1, MAP_SHARED);
+    let bad = mapped(crate::mmap, -1, MAP_SHARED);
     assert_eq!(bad, libc::MAP_FAILED);
 }
 
