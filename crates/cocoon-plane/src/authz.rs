@@ -1,8 +1,11 @@
 //! Who may do what.
 //!
-//! Entry point: [`check`]. Three kinds of users: members of `system:masters` may do everything; a node
+//! Entry points: [`check`], [`rules`]. Three kinds of users: members of `system:masters` may do everything; a node
 //! (`system:node:NAME` in `system:nodes`) may do what its agent needs, for itself and the pods bound to it;
-//! everybody else may look at discovery and ask about himself. Anything not listed is refused.
+//! everybody else may look at discovery, version and health and ask about himself. Metrics are for the first two
+//! kinds and members of `system:monitoring`. Anything not listed is refused.
+
+use serde_json::{Value, json};
 
 use crate::{
     error::ApiError,
@@ -14,6 +17,24 @@ use crate::{
 
 /// Group of users who may do everything.
 const MASTERS: &str = "system:masters";
+/// Groups of users who may read metrics.
+const MEASURING: [&str; 3] = [MASTERS, "system:nodes", "system:monitoring"];
+/// Path of the metrics.
+const METRICS: &str = "/metrics";
+/// Paths that everybody may read.
+const READABLE: [&str; 11] = [
+    "/api",
+    "/api/*",
+    "/apis",
+    "/apis/*",
+    "/healthz",
+    "/livez",
+    "/openapi",
+    "/openapi/*",
+    "/readyz",
+    "/version",
+    "/version/",
+];
 
 /// What somebody wants to do.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -22,6 +43,8 @@ pub(crate) struct Attributes {
     pub(crate) group: String,
     /// Empty for paths that are no resources.
     pub(crate) resource: String,
+    /// A path that is no resource.
+    pub(crate) path: String,
     pub(crate) subresource: String,
     pub(crate) namespace: String,
     pub(crate) name: String,
@@ -38,6 +61,7 @@ impl Attributes {
             verb: verb.into(),
             group: address.group.clone(),
             resource: address.resource.clone(),
+            path: String::new(),
             subresource: address.subresource.clone(),
             namespace: address.namespace.clone(),
             name: name.into(),
@@ -45,7 +69,17 @@ impl Attributes {
         }
     }
 
+    /// Reading a path that is no resource.
+    pub(crate) fn of_path(path: &str) -> Self {
+        Self { verb: "get".into(), path: path.into(), ..Self::default() }
+    }
+
     fn refusal(&self, user: &User) -> ApiError {
+        if self.resource.is_empty() {
+            let message =
+                format!("forbidden: User \"{}\" cannot {} path \"{}\"", user.name, self.verb, self.path);
+            return ApiError::new(403, "Forbidden", message);
+        }
         let resource = if self.subresource.is_empty() {
             self.resource.clone()
         } else {
@@ -73,7 +107,7 @@ impl Attributes {
 /// `Ok` if `user` may.
 pub(crate) fn check(user: &User, attributes: &Attributes, objects: &Objects) -> Result<(), ApiError> {
     let master = user.groups.iter().any(|group| group == MASTERS);
-    if master || (attributes.resource.is_empty() && attributes.verb == "get") {
+    if master || (attributes.resource.is_empty() && may_read(user, attributes)) {
         return Ok(());
     }
     if attributes.verb == "create" && attributes.resource.starts_with("selfsubject") {
@@ -83,6 +117,64 @@ pub(crate) fn check(user: &User, attributes: &Attributes, objects: &Objects) -> 
         Some(node) if node_may(node, attributes, |namespace, pod| node_of(objects, namespace, pod)) => Ok(()),
         _ => Err(attributes.refusal(user)),
     }
+}
+
+/// What is neither a resource nor the metrics is discovery, version or health, or does not exist.
+fn may_read(user: &User, attributes: &Attributes) -> bool {
+    let metrics = attributes.path.trim_end_matches('/') == METRICS;
+    attributes.verb == "get" && (!metrics || user.groups.iter().any(|own| MEASURING.contains(&own.as_str())))
+}
+
+/// Who may do what, in the form of a `SelfSubjectRulesReview`'s status: what [`check`] says, as far as its form
+/// can say it.
+pub(crate) fn rules(user: &User) -> Value {
+    let resource = |verbs: &[&str], group: &str, resources: &[&str], names: &[&str]| {
+        let mut rule = json!({ "verbs": verbs, "apiGroups": [group], "resources": resources });
+        if !names.is_empty() {
+            rule["resourceNames"] = json!(names);
+        }
+        rule
+    };
+    let path = |verb: &str, paths: &[&str]| json!({ "verbs": [verb], "nonResourceURLs": paths });
+    if user.groups.iter().any(|group| group == MASTERS) {
+        return json!({
+            "resourceRules": [resource(&["*"], "*", &["*"], &[])],
+            "nonResourceRules": [path("*", &["*"])], "incomplete": false,
+        });
+    }
+    let (authentication, authorization) = ("authentication.k8s.io", "authorization.k8s.io");
+    let mut resources = vec![
+        resource(&["create"], authentication, &["selfsubjectreviews"], &[]),
+        resource(&["create"], authorization, &["selfsubjectaccessreviews", "selfsubjectrulesreviews"], &[]),
+    ];
+    let mut paths = vec![path("get", &READABLE)];
+    if user.groups.iter().any(|own| MEASURING.contains(&own.as_str())) {
+        paths.push(path("get", &[METRICS]));
+    }
+    let Some(node) = own_node(user) else {
+        return json!({ "resourceRules": resources, "nonResourceRules": paths, "incomplete": false });
+    };
+    resources.extend([
+        resource(&["list", "watch", "get", "update", "patch", "delete"], "", &["pods"], &[]),
+        resource(&["get", "update", "patch"], "", &["pods/status"], &[]),
+        resource(&["create"], "", &["nodes"], &[]),
+        resource(&["get", "list", "watch", "update", "patch"], "", &["nodes", "nodes/status"], &[node]),
+        resource(
+            &["create", "get", "update", "patch", "delete"],
+            "coordination.k8s.io",
+            &["leases"],
+            &[node],
+        ),
+        resource(&["create", "patch", "update"], "", &["events"], &[]),
+        resource(&["create", "patch", "update"], "events.k8s.io", &["events"], &[]),
+        resource(&["get"], "", &["namespaces"], &[]),
+        resource(&["create"], authentication, &["tokenreviews"], &[]),
+        resource(&["create"], authorization, &["subjectaccessreviews"], &[]),
+    ]);
+    json!({
+        "resourceRules": resources, "nonResourceRules": paths, "incomplete": true,
+        "evaluationError": "pods are those bound to this node, leases those in kube-node-lease",
+    })
 }
 
 /// A node makes its own node object and lease only. The name of a create stands in its body.
@@ -146,6 +238,7 @@ mod tests {
             verb: verb.into(),
             group: group.into(),
             resource: resource.into(),
+            path: String::new(),
             subresource: subresource.into(),
             namespace: namespace.into(),
             name: name.into(),
@@ -157,6 +250,48 @@ mod tests {
             "unbound" => Some(String::new()),
             _ => None,
         })
+    }
+
+    #[test]
+    fn everybody_is_told_the_rules_that_hold_for_him() {
+        let told = |name: &str, groups: &[&str]| {
+            let user =
+                User { name: name.into(), groups: groups.iter().map(|group| (*group).into()).collect() };
+            rules(&user)
+        };
+        let master = told("admin", &[MASTERS, "system:authenticated"]);
+        assert_eq!(master["resourceRules"][0]["resources"], json!(["*"]));
+        let bob = told("bob", &[]);
+        assert!(
+            bob["resourceRules"].as_array().unwrap().iter().all(|rule| rule["verbs"] == json!(["create"]))
+        );
+        assert!(
+            !bob.to_string().contains(METRICS)
+                && told("m", &["system:monitoring"]).to_string().contains(METRICS)
+        );
+        let node = told("system:node:n1", &["system:nodes"]);
+        assert_eq!(node["incomplete"], true);
+        // Nothing is told that is refused, for what belongs to the node itself.
+        for rule in node["resourceRules"].as_array().unwrap() {
+            for (verb, resource) in rule["verbs"].as_array().unwrap().iter().flat_map(|verb| {
+                rule["resources"].as_array().unwrap().iter().map(move |resource| (verb, resource))
+            }) {
+                let (verb, resource) = (verb.as_str().unwrap(), resource.as_str().unwrap());
+                let (plain, subresource) = resource.split_once('/').unwrap_or((resource, ""));
+                let attributes = Attributes {
+                    verb: verb.into(),
+                    group: rule["apiGroups"][0].as_str().unwrap().into(),
+                    resource: plain.into(),
+                    subresource: subresource.into(),
+                    namespace: "kube-node-lease".into(),
+                    name: "n1".into(),
+                    node: Some("n1".into()),
+                    path: String::new(),
+                };
+                let own = plain.starts_with("selfsubject");
+                assert!(own || node_may("n1", &attributes, |_, _| Some("n1".into())), "{verb} {resource}");
+            }
+        }
     }
 
     #[test]

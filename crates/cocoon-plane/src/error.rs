@@ -7,7 +7,11 @@ use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
 use serde_json::{Value, json};
 
-use crate::{plane::Response, resources::Kind};
+use crate::{
+    http::path::Address,
+    plane::Response,
+    resources::{Kind, group_version},
+};
 
 /// One thing that is wrong with a field.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -90,6 +94,19 @@ impl ApiError {
 
     pub(crate) fn no_path() -> Self {
         Self::new(404, "NotFound", "the server could not find the requested resource").with(json!({}))
+    }
+
+    /// As [`Self::no_path`], about a resource or subresource that this plane does not have. The beginning is what
+    /// clients know.
+    pub(crate) fn not_served(address: &Address) -> Self {
+        let Address { group, version, resource, subresource, .. } = address;
+        let part = if subresource.is_empty() { String::new() } else { format!("/{subresource}") };
+        let mut error = Self::no_path();
+        error.message.push_str(&format!(
+            " ({}, {resource}{part} is not served by this API of one machine; `kubectl api-resources` lists what is)",
+            group_version(group, version)
+        ));
+        error
     }
 
     pub(crate) fn already_exists(kind: &Kind, name: &str) -> Self {

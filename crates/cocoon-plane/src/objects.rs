@@ -24,7 +24,7 @@ use crate::{
 const TRIES: u32 = 32;
 /// How often another generated name is tried.
 const NAMES: u32 = 8;
-/// Namespaces that cannot be deleted.
+/// Namespaces that cannot be deleted. (`kube-node-lease` can, as in the API, and is made anew.)
 const IMMORTAL: [&str; 3] = ["default", "kube-system", "kube-public"];
 
 /// Options of a create or update.

@@ -132,10 +132,12 @@ impl Plane {
             }
         };
         let store = restore(loaded, &config)?;
+        let mut start = [0; 8];
+        world.random(&mut start);
         let inner = Inner {
             tokens: Tokens::new(&config.tokens),
             objects: Objects::new(store, durability, world),
-            pages: Pages::default(),
+            pages: Pages::starting_at(u64::from_le_bytes(start)),
             proxy: Proxy::default(),
             authority: OnceLock::new(),
             refused: Refused::default(),

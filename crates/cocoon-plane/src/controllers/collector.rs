@@ -1,14 +1,14 @@
 //! Removes objects whose owners are gone.
 //!
-//! Entry points: [`run`] and the pure [`judge`]. An owner of a kind that this plane does not serve counts
+//! Entry points: [`work`] and the pure [`judge`]. An owner of a kind that this plane does not serve counts
 //! as present, and so does an owner in a namespace of an object that has none, which no reference can name:
 //! nothing is removed on a guess. Foreground and orphaning deletes end here, too.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use serde_json::Value;
-use tokio_util::sync::CancellationToken;
 
+use super::{Woke, wait};
 use crate::{
     error::ApiError,
     json::{self, flag, list, text},
@@ -18,6 +18,9 @@ use crate::{
     rules::{DeleteOptions, FOREGROUND, ORPHAN, Part, Propagation},
     store::{Change, Filter, Key, Notice, Object, Store},
 };
+
+/// How often an object whose collection failed is looked at without an event.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// How an owner stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,19 +76,8 @@ fn has_finalizer(value: &Value, name: &str) -> bool {
     list(value, "/metadata/finalizers").iter().any(|finalizer| finalizer == name)
 }
 
-/// Runs until `shutdown`.
-pub(super) async fn run(inner: Arc<Inner>, shutdown: CancellationToken) {
-    let _ = shutdown
-        .run_until_cancelled(async {
-            loop {
-                work(&inner).await;
-            }
-        })
-        .await;
-}
-
 /// Until the queue overflows; then everything is looked at anew.
-async fn work(inner: &Inner) {
+pub(super) async fn work(inner: &Inner) {
     let (mut subscription, mut due) = {
         let mut store = inner.objects.store();
         let subscription = store.subscribe(&Filter::default());
@@ -101,14 +93,9 @@ async fn work(inner: &Inner) {
                 due.insert(key);
             }
         }
-        let receive = subscription.queue.recv_many(&mut notices, 256);
-        let count = if due.is_empty() {
-            receive.await
-        } else {
-            // What failed is tried again even if nothing happens.
-            tokio::time::timeout(std::time::Duration::from_secs(1), receive).await.unwrap_or(1)
-        };
-        if count == 0 {
+        // What failed is tried again even if nothing happens.
+        let patience = (!due.is_empty()).then_some(RETRY);
+        if wait(&mut subscription, &mut notices, patience).await == Woke::Overflow {
             return;
         }
         for notice in notices.drain(..) {

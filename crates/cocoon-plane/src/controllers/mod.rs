@@ -9,7 +9,7 @@ mod namespaces;
 mod nodes;
 mod scheduler;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
@@ -21,9 +21,10 @@ use crate::{
     plane::Inner,
     resources::{Kind, by_table},
     rules,
+    store::{Notice, Subscription},
 };
 
-/// Namespaces that always exist.
+/// Namespaces that always exist: most cannot be deleted, and one that was is made anew.
 const NAMESPACES: [&str; 4] = ["default", "kube-node-lease", "kube-public", "kube-system"];
 
 /// Makes the namespaces that are missing.
@@ -32,7 +33,11 @@ pub(crate) async fn make_namespaces(inner: &Inner) -> Result<(), ApiError> {
     for name in NAMESPACES {
         if inner.objects.find(kind, "", name).is_none() {
             let body = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name } });
-            inner.objects.create(kind, "", body, WriteOptions::default()).await?;
+            match inner.objects.create(kind, "", body, WriteOptions::default()).await {
+                // Someone else made it.
+                Err(error) if error.code == 409 => {}
+                other => drop(other?),
+            }
         }
     }
     Ok(())
@@ -47,10 +52,47 @@ fn row(table: &str) -> Result<&'static Kind, ApiError> {
 pub(crate) async fn run(inner: Arc<Inner>, shutdown: CancellationToken) {
     tokio::join!(
         scheduler::run(Arc::clone(&inner), shutdown.clone()),
-        collector::run(Arc::clone(&inner), shutdown.clone()),
-        namespaces::run(Arc::clone(&inner), shutdown.clone()),
-        nodes::run(inner, shutdown),
+        shutdown.run_until_cancelled(async {
+            loop {
+                collector::work(&inner).await;
+            }
+        }),
+        shutdown.run_until_cancelled(async {
+            loop {
+                namespaces::work(&inner).await;
+            }
+        }),
+        nodes::run(Arc::clone(&inner), shutdown.clone()),
     );
+}
+
+/// Why a controller looks again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Woke {
+    /// Something changed.
+    News,
+    /// Nothing changed, but it is time.
+    Time,
+    /// It was too slow for its queue, which ended: it has to look at everything.
+    Overflow,
+}
+
+/// Waits for changes; with `patience`, no longer than that.
+async fn wait(
+    subscription: &mut Subscription,
+    notices: &mut Vec<Notice>,
+    patience: Option<Duration>,
+) -> Woke {
+    let receive = subscription.queue.recv_many(notices, 256);
+    let count = match patience {
+        Some(patience) => tokio::time::timeout(patience, receive).await.ok(),
+        None => Some(receive.await),
+    };
+    match count {
+        None => Woke::Time,
+        Some(0) => Woke::Overflow,
+        Some(_) => Woke::News,
+    }
 }
 
 /// Writes an event about `object`. An event that cannot be written is logged: nothing depends on it.

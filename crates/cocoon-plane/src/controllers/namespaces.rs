@@ -1,11 +1,11 @@
-//! Fills new namespaces with what clients expect in them, and empties and removes those that are deleted.
+//! Fills new namespaces with what clients expect in them, empties and removes those that are deleted, and makes
+//! those anew that always exist.
 
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use tokio_util::sync::CancellationToken;
 
-use super::row;
+use super::{Woke, make_namespaces, row, wait};
 use crate::{
     error::ApiError,
     json,
@@ -19,18 +19,8 @@ use crate::{
 /// How often a namespace that is not empty yet is looked at without an event.
 const RETRY: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// Runs until `shutdown`.
-pub(super) async fn run(inner: Arc<Inner>, shutdown: CancellationToken) {
-    let _ = shutdown
-        .run_until_cancelled(async {
-            loop {
-                work(&inner).await;
-            }
-        })
-        .await;
-}
-
-async fn work(inner: &Inner) {
+/// Until the queue overflows; then everything is looked at anew.
+pub(super) async fn work(inner: &Inner) {
     let filter = Filter { table: Some("namespaces"), ..Filter::default() };
     let mut everything = inner.objects.store().subscribe(&Filter::default());
     let mut notices = Vec::new();
@@ -38,6 +28,10 @@ async fn work(inner: &Inner) {
     loop {
         let mut leaving = false;
         if look {
+            if let Err(error) = make_namespaces(inner).await {
+                tracing::warn!(%error, "a namespace that always exists was not made anew");
+                leaving = true;
+            }
             let (namespaces, _) = inner.objects.store().list(&filter);
             for namespace in namespaces {
                 leaving |= namespace.deleting;
@@ -47,17 +41,12 @@ async fn work(inner: &Inner) {
                 }
             }
         }
-        let receive = everything.queue.recv_many(&mut notices, 256);
         // Without one that leaves, only events matter.
-        let count = if leaving {
-            tokio::time::timeout(RETRY, receive).await.unwrap_or(usize::MAX)
-        } else {
-            receive.await
+        look = match wait(&mut everything, &mut notices, leaving.then_some(RETRY)).await {
+            Woke::Overflow => return,
+            Woke::Time => true,
+            Woke::News => notices.drain(..).any(|notice| matters(inner, &notice)),
         };
-        if count == 0 {
-            return;
-        }
-        look = count == usize::MAX || notices.drain(..).any(|notice| matters(inner, &notice));
         notices.clear();
     }
 }

@@ -47,6 +47,7 @@ const EXTRAS: &[Extra] = &[
     review("authentication.k8s.io", "selfsubjectreviews", "SelfSubjectReview"),
     review("authentication.k8s.io", "tokenreviews", "TokenReview"),
     review("authorization.k8s.io", "selfsubjectaccessreviews", "SelfSubjectAccessReview"),
+    review("authorization.k8s.io", "selfsubjectrulesreviews", "SelfSubjectRulesReview"),
     review("authorization.k8s.io", "subjectaccessreviews", "SubjectAccessReview"),
 ];
 

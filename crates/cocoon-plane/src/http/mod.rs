@@ -98,7 +98,10 @@ fn other(call: &Call, words: &[String]) -> Result<Response, ApiError> {
         ["openapi", "v3", rest @ ..] => {
             openapi::document(rest).map(|found| respond_json(200, &found)).ok_or_else(ApiError::no_path)
         }
-        ["metrics"] => Ok(respond(200, "text/plain; version=0.0.4", metrics(&call.inner))),
+        ["metrics"] => {
+            authz::check(&call.user, &Attributes::of_path("/metrics"), &call.inner.objects)?;
+            Ok(respond(200, "text/plain; version=0.0.4", metrics(&call.inner)))
+        }
         _ => Err(ApiError::no_path()),
     }
 }
@@ -149,7 +152,7 @@ async fn resource(call: &Call, body: Body, address: &Address) -> Result<Response
         return reviews::answer(call, body, review).await;
     }
     let kind = resources::by_path(&address.group, &address.version, &address.resource)
-        .ok_or_else(ApiError::no_path)?;
+        .ok_or_else(|| ApiError::not_served(address))?;
     if kind.namespaced == address.namespace.is_empty() && !(kind.namespaced && address.name.is_empty()) {
         return Err(ApiError::no_path());
     }
@@ -188,7 +191,7 @@ async fn special(
             let message = format!("pods/{subresource} is not in this release: use kubectl exec");
             Err(ApiError::not_implemented(message))
         }
-        _ => Err(ApiError::no_path()),
+        _ => Err(ApiError::not_served(address)),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// Changes when the documents do, so that clients may cache them.
-const HASH: &str = concat!("cocoon-", env!("CARGO_PKG_VERSION"), "-2");
+const HASH: &str = concat!("cocoon-", env!("CARGO_PKG_VERSION"), "-3");
 
 fn place(group: &str, version: &str) -> String {
     if group.is_empty() { format!("api/{version}") } else { format!("apis/{group}/{version}") }
@@ -80,15 +80,30 @@ fn gvk(kind: &Kind) -> Value {
     json!({ "group": kind.group, "version": kind.version, "kind": kind.kind })
 }
 
+/// What `kubectl explain` says; validation needs none of it.
 fn schema(kind: &Kind) -> Value {
+    const REFERENCE: &str = "as in https://kubernetes.io/docs/reference/kubernetes-api/";
+    let open = |what: &str| {
+        let description =
+            format!("{what} of a {}, {REFERENCE}; this server does not list its fields", kind.kind);
+        json!({ "type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": true })
+    };
+    let mut properties = json!({
+        "apiVersion": { "type": "string", "description": "group and version" },
+        "kind": { "type": "string", "description": "the kind" },
+        "metadata": open("metadata"),
+    });
+    if kind.status {
+        properties["spec"] = open("spec");
+        properties["status"] = open("status");
+    }
     json!({
         "type": "object",
-        "description": format!("{}; this server publishes no schema, it validates by itself", kind.kind),
-        "properties": {
-            "apiVersion": { "type": "string" },
-            "kind": { "type": "string" },
-            "metadata": { "type": "object", "x-kubernetes-preserve-unknown-fields": true },
-        },
+        "description": format!(
+            "{}, {REFERENCE}. This server validates it but publishes no schema, so `kubectl explain` ends here.",
+            kind.kind
+        ),
+        "properties": properties,
         "x-kubernetes-preserve-unknown-fields": true,
         "x-kubernetes-group-version-kind": [gvk(kind)],
     })

@@ -1,4 +1,4 @@
-//! Questions that are answered and not stored: who am I, whose token is this, may someone do this.
+//! Questions that are answered and not stored: who am I, whose token is this, may someone do this, what may I do.
 
 use serde_json::{Value, json};
 
@@ -18,6 +18,7 @@ pub(super) enum Review {
     Token,
     MyAccess,
     Access,
+    MyRules,
 }
 
 impl Review {
@@ -26,6 +27,7 @@ impl Review {
             ("authentication.k8s.io", "v1", "selfsubjectreviews") => Some(Self::Myself),
             ("authentication.k8s.io", "v1", "tokenreviews") => Some(Self::Token),
             ("authorization.k8s.io", "v1", "selfsubjectaccessreviews") => Some(Self::MyAccess),
+            ("authorization.k8s.io", "v1", "selfsubjectrulesreviews") => Some(Self::MyRules),
             ("authorization.k8s.io", "v1", "subjectaccessreviews") => Some(Self::Access),
             _ => None,
         }
@@ -52,6 +54,7 @@ pub(super) async fn answer(
             Some(user) => json!({ "authenticated": true, "user": user_info(&user) }),
             None => json!({ "authenticated": false, "error": "the token is not known" }),
         },
+        Review::MyRules => authz::rules(&call.user),
         Review::MyAccess => access(call, &call.user, &value),
         Review::Access => {
             let groups =
@@ -69,13 +72,15 @@ fn access(call: &Call, user: &User, value: &Value) -> Value {
             verb: word("verb"),
             group: word("group"),
             resource: word("resource"),
+            path: String::new(),
             subresource: word("subresource"),
             namespace: word("namespace"),
             name: word("name"),
             node: None,
         }
     } else {
-        Attributes { verb: text(value, "/spec/nonResourceAttributes/verb").into(), ..Attributes::default() }
+        let word = |field: &str| text(value, &format!("/spec/nonResourceAttributes/{field}")).to_owned();
+        Attributes { verb: word("verb"), path: word("path"), ..Attributes::default() }
     };
     match authz::check(user, &attributes, &call.inner.objects) {
         Ok(()) => json!({ "allowed": true }),

@@ -201,7 +201,10 @@ fn judge(kind: &Kind, strictness: Strictness, complaints: Vec<String>) -> Result
 
 fn written(presenter: Presenter, written: &Written, warnings: &[String]) -> Response {
     let code = if written.created { 201 } else { 200 };
-    let mut response = respond(code, "application/json", presenter.one(&written.object, true));
+    warned(respond(code, "application/json", presenter.one(&written.object, true)), warnings)
+}
+
+fn warned(mut response: Response, warnings: &[String]) -> Response {
     for warning in warnings {
         let text = format!("299 - \"{}\"", warning.replace('\\', "\\\\").replace('"', "\\\""));
         if let Ok(value) = HeaderValue::from_str(&text) {
@@ -249,7 +252,8 @@ pub(super) async fn change(
     let body = read_body(body).await?;
     let objects = &call.inner.objects;
     let (done, complaints) = if call.parts.method == Method::PATCH {
-        change.patch(objects, &Patch::parse(&content_type, &body)?).await?
+        let (patch, complaints) = Patch::parse(&content_type, &body)?;
+        change.patch(objects, &patch, complaints).await?
     } else {
         let (value, complaints) = fields::parse(&content_type, &body)?;
         change.put(objects, value, complaints).await?
@@ -268,16 +272,22 @@ struct Change<'a> {
 }
 
 impl Change<'_> {
-    async fn patch(&self, objects: &Objects, patch: &Patch) -> Result<(Written, Vec<String>), ApiError> {
+    async fn patch(
+        &self,
+        objects: &Objects,
+        patch: &Patch,
+        mut complaints: Vec<String>,
+    ) -> Result<(Written, Vec<String>), ApiError> {
+        judge(self.kind, self.strictness, complaints.clone())?;
         let apply = |old| {
             let mut new = patch.apply(self.kind, old)?;
             accept_body(self.kind, self.address, &mut new)?;
-            self.refuse_unknown(&new, &[])?;
+            self.refuse_unknown(&new, &complaints)?;
             Ok(new)
         };
         let Address { namespace, name, .. } = self.address;
         let done = objects.update(self.kind, namespace, name, self.part, self.options, apply).await?;
-        let complaints = done.complaints.clone();
+        complaints.extend(done.complaints.iter().cloned());
         Ok((done, complaints))
     }
 
@@ -315,6 +325,12 @@ impl Change<'_> {
         }
         Ok(())
     }
+}
+
+/// The body of a write to a subresource, and warnings about fields given twice.
+fn judged_body(call: &Call, body: &[u8], kind: &Kind) -> Result<(Value, Vec<String>), ApiError> {
+    let (value, complaints) = fields::parse(&content_type(&call.parts.headers), body)?;
+    Ok((value, judge(kind, call.params.strictness()?, complaints)?))
 }
 
 async fn delete_body(call: &Call, body: Body) -> Result<Value, ApiError> {
@@ -389,8 +405,7 @@ pub(super) async fn finalize(
 ) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let options = write_options(call)?;
-    let body = read_body(body).await?;
-    let (mut value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    let (mut value, warnings) = judged_body(call, &read_body(body).await?, kind)?;
     accept_body(kind, address, &mut value)?;
     let finalizers = value.pointer("/spec/finalizers").cloned();
     let (uid, revision) = (text(&value, "/metadata/uid"), text(&value, "/metadata/resourceVersion"));
@@ -400,7 +415,7 @@ pub(super) async fn finalize(
         Ok(old)
     };
     let done = call.inner.objects.update(kind, "", &address.name, Part::Inner, options, set).await?;
-    Ok(written(presenter, &done, &[]))
+    Ok(written(presenter, &done, &warnings))
 }
 
 /// `pods/NAME/binding`.
@@ -411,8 +426,7 @@ pub(super) async fn bind(
     address: &Address,
 ) -> Result<Response, ApiError> {
     let options = write_options(call)?;
-    let body = read_body(body).await?;
-    let (value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
+    let (value, warnings) = judged_body(call, &read_body(body).await?, kind)?;
     let (target, node) = (text(&value, "/target/kind"), text(&value, "/target/name"));
     if !matches!(target, "" | "Node") || node.is_empty() {
         return Err(ApiError::bad_request("the target of a binding must be a Node with a name"));
@@ -428,7 +442,7 @@ pub(super) async fn bind(
     call.inner.objects.update(kind, namespace, name, Part::Inner, options, bind).await?;
     let status =
         json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
-    Ok(respond_json(201, &status))
+    Ok(warned(respond_json(201, &status), &warnings))
 }
 
 /// `pods/NAME/eviction`: a delete; there are no disruption budgets to ask.
@@ -438,11 +452,13 @@ pub(super) async fn evict(
     kind: &'static Kind,
     address: &Address,
 ) -> Result<Response, ApiError> {
-    let body = delete_body(call, body).await?;
+    let body = read_body(body).await?;
+    let (body, warnings) =
+        if body.is_empty() { (json!({}), Vec::new()) } else { judged_body(call, &body, kind)? };
     let mut options = delete_options(&call.params, &body["deleteOptions"])?;
     options.dry_run |= call.params.dry_run()?;
     call.inner.objects.delete(kind, &address.namespace, &address.name, &options).await?;
     let status =
         json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201 });
-    Ok(respond_json(201, &status))
+    Ok(warned(respond_json(201, &status), &warnings))
 }

@@ -1,17 +1,21 @@
 //! Patches: JSON, merge and strategic merge.
 //!
-//! Entry points: [`Patch::parse`] and [`Patch::apply`]. Server-side apply has its place in
+//! Entry points: [`Patch::parse`], which also reports fields that do not belong, and [`Patch::apply`]. Server-side apply has its place in
 //! [`Patch::parse`] and is refused there until it is served.
 
 pub(crate) mod strategic;
 
+use std::collections::BTreeSet;
+
 use json_patch::PatchOperation;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::{error::ApiError, resources::Kind};
 
 /// Most operations of one JSON patch.
 const OPERATIONS: usize = 10_000;
+/// Most unknown fields of a JSON patch that are looked at.
+const FIELDS: usize = 32;
 /// Most bytes that the copies of one JSON patch may make.
 const COPIED: usize = 3 << 20;
 
@@ -24,26 +28,31 @@ pub(crate) enum Patch {
 }
 
 impl Patch {
-    /// Reads a patch of the given content type (parameters already cut off).
-    pub(crate) fn parse(content_type: &str, body: &[u8]) -> Result<Self, ApiError> {
+    /// Reads a patch of the given content type (parameters already cut off). The texts are complaints about
+    /// fields given twice, and unknown ones of a JSON patch.
+    pub(crate) fn parse(content_type: &str, body: &[u8]) -> Result<(Self, Vec<String>), ApiError> {
         let unreadable =
             |error: serde_json::Error| ApiError::bad_request(format!("error decoding patch: {error}"));
-        let read = || crate::fields::parse_json(body).map(|(value, _)| value).map_err(unreadable);
+        let read = || crate::fields::parse_json(body).map_err(unreadable);
         let object = || match read()? {
-            value @ Value::Object(_) => Ok(value),
+            found @ (Value::Object(_), _) => Ok(found),
             _ => Err(ApiError::bad_request("error decoding patch: a merge patch must be a JSON object")),
         };
         match content_type {
             "application/json-patch+json" => {
-                let patch: json_patch::Patch = serde_json::from_value(read()?).map_err(unreadable)?;
+                let (value, mut complaints) = read()?;
+                complaints.extend(unknown(&value));
+                let patch: json_patch::Patch = serde_json::from_value(value).map_err(unreadable)?;
                 if patch.0.len() > OPERATIONS {
                     let message = format!("The allowed maximum operations in a JSON patch is {OPERATIONS}");
                     return Err(ApiError::new(413, "RequestEntityTooLarge", message));
                 }
-                Ok(Self::Json(patch))
+                Ok((Self::Json(patch), complaints))
             }
-            "application/merge-patch+json" => object().map(Self::Merge),
-            "application/strategic-merge-patch+json" => object().map(Self::Strategic),
+            "application/merge-patch+json" => object().map(|(value, twice)| (Self::Merge(value), twice)),
+            "application/strategic-merge-patch+json" => {
+                object().map(|(value, twice)| (Self::Strategic(value), twice))
+            }
             other => Err(unsupported(other)),
         }
     }
@@ -59,6 +68,14 @@ impl Patch {
         }
         Ok(current)
     }
+}
+
+/// Complaints about fields that the operations of a JSON patch do not have; one a field is enough.
+fn unknown(operations: &Value) -> BTreeSet<String> {
+    const KNOWN: [&str; 4] = ["op", "path", "from", "value"];
+    let operations = operations.as_array().into_iter().flatten().filter_map(Value::as_object);
+    let unknown = operations.flat_map(Map::keys).filter(|field| !KNOWN.contains(&field.as_str()));
+    unknown.map(|field| format!("json patch unknown field \"{field}\"")).take(FIELDS).collect()
 }
 
 /// Operation by operation, so that a few copies cannot blow the object up.
@@ -102,7 +119,7 @@ mod tests {
 
     fn patched(content_type: &str, patch: &Value, current: Value) -> Result<Value, ApiError> {
         let kind = by_table("configmaps").ok_or_else(ApiError::no_path)?;
-        Patch::parse(content_type, patch.to_string().as_bytes())?.apply(kind, current)
+        Patch::parse(content_type, patch.to_string().as_bytes())?.0.apply(kind, current)
     }
 
     #[test]

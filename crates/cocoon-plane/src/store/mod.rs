@@ -7,6 +7,7 @@
 //! gets each later write exactly once, or is ended.
 
 mod object;
+mod queue;
 mod window;
 
 use std::{
@@ -15,17 +16,14 @@ use std::{
 };
 
 pub(crate) use object::{Key, Object};
+pub(crate) use queue::Queue;
 use serde_json::Value;
-use tokio::sync::mpsc;
 pub(crate) use window::{Change, Event, Window};
 
 use crate::{
     resources::{Kind, by_table},
     selector::Selection,
 };
-
-/// How many undelivered events a watcher may have before it is ended.
-const QUEUE: usize = 4096;
 
 /// What a write expects to find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,14 +95,14 @@ impl Filter {
 #[derive(Debug)]
 struct Subscriber {
     filter: Filter,
-    queue: mpsc::Sender<Notice>,
+    queue: queue::Sender,
 }
 
 /// A watcher's end of its queue. The queue closes when the watcher fell behind.
 #[derive(Debug)]
 pub(crate) struct Subscription {
     pub(crate) id: u64,
-    pub(crate) queue: mpsc::Receiver<Notice>,
+    pub(crate) queue: Queue,
 }
 
 type Names = BTreeMap<Arc<str>, Arc<Object>>;
@@ -279,10 +277,10 @@ impl Store {
         let mut ended = 0;
         self.subscribers.retain(|_, subscriber| {
             let Some(notice) = subscriber.filter.project(&event) else { return true };
-            match subscriber.queue.try_send(notice) {
+            match subscriber.queue.send(notice) {
                 Ok(()) => true,
-                Err(mpsc::error::TrySendError::Closed(_)) => false,
-                Err(mpsc::error::TrySendError::Full(_)) => {
+                Err(queue::SendError::Closed) => false,
+                Err(queue::SendError::Full) => {
                     ended += 1;
                     false
                 }
@@ -309,7 +307,7 @@ impl Store {
     /// Subscribes to what happens from now on.
     pub(crate) fn subscribe(&mut self, filter: &Filter) -> Subscription {
         self.subscribers.retain(|_, subscriber| !subscriber.queue.is_closed());
-        let (sender, queue) = mpsc::channel(QUEUE);
+        let (sender, queue) = queue::queue();
         let id = self.next_subscriber;
         self.next_subscriber += 1;
         self.subscribers.insert(id, Subscriber { filter: filter.clone(), queue: sender });
@@ -320,7 +318,7 @@ impl Store {
     pub(crate) fn bookmark(&mut self, id: u64) {
         if let Some(subscriber) = self.subscribers.get(&id) {
             // A full queue needs no bookmark: events are on their way.
-            let _ = subscriber.queue.try_send(Notice::Bookmark(self.revision));
+            let _ = subscriber.queue.send(Notice::Bookmark(self.revision));
         }
     }
 }

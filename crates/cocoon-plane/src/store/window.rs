@@ -9,7 +9,7 @@ use super::Object;
 
 /// Bound on the number of events.
 const EVENTS: usize = 16 * 1024;
-/// Bound on the text that the events keep alive.
+/// Bound on the text that the events keep alive: new objects and what they replaced.
 const BYTES: usize = 16 << 20;
 
 /// What happened to an object.
@@ -39,6 +39,12 @@ pub(crate) struct Event {
     pub(crate) previous: Option<Arc<Object>>,
 }
 
+impl Event {
+    fn bytes(&self) -> usize {
+        self.object.bytes.len() + self.previous.as_ref().map_or(0, |previous| previous.bytes.len())
+    }
+}
+
 /// A ring of events.
 #[derive(Debug)]
 pub(crate) struct Window {
@@ -59,11 +65,11 @@ impl Window {
     }
 
     pub(crate) fn push(&mut self, event: Event) {
-        self.bytes += event.object.bytes.len();
+        self.bytes += event.bytes();
         self.events.push_back(event);
         while self.events.len() > self.limits.0 || self.bytes > self.limits.1 {
             let Some(event) = self.events.pop_front() else { break };
-            self.bytes -= event.object.bytes.len();
+            self.bytes -= event.bytes();
             self.oldest = event.object.revision;
         }
     }
@@ -116,5 +122,9 @@ mod tests {
         window.limits.1 = size * 3;
         (1..=9).for_each(|revision| window.push(event(revision)));
         assert_eq!((window.oldest(), window.events.len()), (6, 3));
+        let changed = |revision| Event { previous: Some(event(revision - 1).object), ..event(revision) };
+        (10..=13).for_each(|revision| window.push(changed(revision)));
+        assert_eq!((window.oldest(), window.events.len()), (12, 1), "what was replaced is alive, too");
+        assert_eq!(window.bytes, changed(13).bytes());
     }
 }

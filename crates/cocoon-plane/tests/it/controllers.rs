@@ -197,3 +197,21 @@ async fn events_are_forgotten_after_an_hour() {
     sleep(Duration::from_secs(200)).await;
     assert_eq!(count().await, 0);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_namespace_that_always_exists_comes_back() {
+    let (client, _guard) = started().await;
+    settle().await;
+    for (name, code) in
+        [("kube-node-lease", 200), ("default", 403), ("kube-system", 403), ("kube-public", 403)]
+    {
+        let path = format!("/api/v1/namespaces/{name}");
+        let before = client.get(&path).await;
+        assert_eq!(client.delete(&path, &json!({})).await.code, code, "{name}");
+        settle().await;
+        let after = client.get(&path).await;
+        assert_eq!((after.code, after.text("/status/phase")), (200, "Active"), "{name}");
+        assert_eq!(after.text("/metadata/uid") == before.text("/metadata/uid"), code == 403, "{name}");
+        assert_eq!(client.get(&format!("{path}/serviceaccounts/default")).await.code, 200, "{name}");
+    }
+}

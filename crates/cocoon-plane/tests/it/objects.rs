@@ -1,8 +1,9 @@
 //! Create, read, change, delete: what is allowed, what is refused and in which words.
 
+use cocoon_plane::plane::User;
 use serde_json::{Value, json};
 
-use crate::support::{Client, PODS, config_map, node, node_user, pod};
+use crate::support::{Client, PODS, admin, config_map, node, node_user, pod};
 
 #[tokio::test]
 async fn a_created_pod_has_the_fields_that_clients_rely_on() {
@@ -82,6 +83,7 @@ async fn no_path_that_takes_a_body_takes_one_that_is_not_an_object() {
     for (method, path) in [
         ("POST", format!("{access}/selfsubjectaccessreviews")),
         ("POST", format!("{access}/subjectaccessreviews")),
+        ("POST", format!("{access}/selfsubjectrulesreviews")),
         ("POST", format!("{identity}/selfsubjectreviews")),
         ("POST", format!("{identity}/tokenreviews")),
         ("POST", PODS.to_owned()),
@@ -214,6 +216,62 @@ async fn fields_that_do_not_belong_are_refused_warned_about_or_dropped() {
     assert_eq!(refused.code, 400);
     let warned = client.merge(&format!("{PODS}/b"), &patch).await;
     assert_eq!((warned.code, warned.headers.contains_key("warning")), (200, true));
+}
+
+#[tokio::test]
+async fn a_field_given_twice_is_told_of_by_every_verb_that_writes() {
+    let client = Client::admin().await;
+    client.post(PODS, &pod("b")).await;
+    client.post("/api/v1/namespaces", &json!({ "metadata": { "name": "n" } })).await;
+    let pod_path = format!("{PODS}/b");
+    let twice = r#"{"metadata":{"name":"NAME","labels":{"a":"1","a":"2"}}"#;
+    let body = |name: &str| format!("{}}}", twice.replace("NAME", name));
+    let labels = r#"[{"op":"add","path":"/metadata/labels","path":"/metadata/labels","value":{},"x":1}]"#;
+    let target = r#","target":{"kind":"Node","name":"n1"}}"#;
+    for (method, path, content_type, body, code, warnings) in [
+        ("PATCH", pod_path.clone(), "application/merge-patch+json", body("b"), 200, 1),
+        ("PATCH", pod_path.clone(), "application/strategic-merge-patch+json", body("b"), 200, 1),
+        ("PATCH", pod_path.clone(), "application/json-patch+json", labels.to_owned(), 200, 2),
+        ("PUT", "/api/v1/namespaces/n/finalize".into(), "application/json", body("n"), 200, 1),
+        (
+            "POST",
+            format!("{pod_path}/binding"),
+            "application/json",
+            twice.replace("NAME", "b") + target,
+            201,
+            1,
+        ),
+        ("POST", format!("{pod_path}/eviction"), "application/json", body("b"), 201, 1),
+    ] {
+        let path_strict = format!("{path}?fieldValidation=Strict");
+        let strict = client.ask(method, &path_strict, content_type, body.clone()).await;
+        assert_eq!(strict.code, 400, "{method} {path} {content_type}: {}", strict.body);
+        assert!(strict.text("/message").contains("duplicate field"), "{}", strict.text("/message"));
+        let warned = client.ask(method, &path, content_type, body).await;
+        let told = warned.headers.get_all("warning").iter().count();
+        assert_eq!((warned.code, told), (code, warnings), "{method} {path} {content_type}: {}", warned.body);
+    }
+}
+
+#[tokio::test]
+async fn metrics_are_for_those_who_run_the_system() {
+    let client = Client::admin().await;
+    let user = |name: &str, group: &str| User { name: name.into(), groups: vec![group.into()] };
+    for (user, allowed) in [
+        (admin(), true),
+        (node_user("n1"), true),
+        (user("prometheus", "system:monitoring"), true),
+        (user("eve", "people"), false),
+    ] {
+        let client = client.as_user(user.clone());
+        for path in ["/metrics", "/metrics/"] {
+            assert_eq!(client.get(path).await.code == 200, allowed, "{user:?} {path}");
+        }
+        assert_eq!(client.get("/version").await.code, 200);
+        let ask = json!({ "spec": { "nonResourceAttributes": { "verb": "get", "path": "/metrics" } } });
+        let answer = client.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", &ask).await;
+        assert_eq!(answer.body.pointer("/status/allowed"), Some(&json!(allowed)), "{user:?}");
+    }
 }
 
 #[tokio::test]
@@ -393,6 +451,20 @@ async fn discovery_and_documents_agree_with_what_is_served() {
         if !name.contains('/') {
             assert_eq!(client.get(&format!("/api/v1/{name}")).await.code, 200, "{name}");
         }
+    }
+    let rules =
+        client.post("/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", &json!({ "spec": {} })).await;
+    assert_eq!((rules.code, rules.text("/status/resourceRules/0/verbs/0")), (201, "*"));
+    for (path, named) in [
+        ("/apis/apps/v1/namespaces/default/deployments", "apps/v1, deployments"),
+        ("/api/v1/namespaces/default/pods/a/ephemeralcontainers", "v1, pods/ephemeralcontainers"),
+    ] {
+        let refused = client.get(path).await;
+        let message = refused.text("/message");
+        // Clients know this by its beginning.
+        assert!(message.starts_with("the server could not find the requested resource ("), "{message}");
+        assert!(message.contains(named) && message.contains("kubectl api-resources"), "{message}");
+        assert_eq!((refused.code, refused.text("/reason")), (404, "NotFound"));
     }
     let index = client.get("/openapi/v3").await;
     for (path, entry) in index.body["paths"].as_object().unwrap() {
