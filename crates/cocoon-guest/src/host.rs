@@ -21,8 +21,8 @@ use tokio::{
 
 pub use self::session::{Entropy, ask, start};
 use crate::{
-    MAX_SESSIONS,
-    protocol::{Frame, Identity, Kind},
+    MAX_LARGE_FRAMES, MAX_SESSIONS,
+    protocol::{Frame, Identity, Kind, LargeFrames},
 };
 
 /// Most bytes of stdout and of stderr that [`Channel::output`] collects.
@@ -99,6 +99,7 @@ pub struct Output {
 pub struct Channel {
     connection: connection::Handle,
     permits: Arc<Semaphore>,
+    large: LargeFrames,
 }
 
 impl Channel {
@@ -107,13 +108,14 @@ impl Channel {
     pub async fn open(stream: UnixStream, limit: Duration) -> Result<Self, GuestError> {
         let transport = connection::greet(stream, limit).await?;
         let permits = Arc::new(Semaphore::new(MAX_SESSIONS));
-        Ok(Self { connection: connection::Handle::spawn(transport), permits })
+        let large = LargeFrames::new(MAX_LARGE_FRAMES);
+        Ok(Self { connection: connection::Handle::spawn(transport), permits, large })
     }
 
     /// Starts a command. Waits while 256 sessions are running.
     pub async fn exec(&self, exec: Exec) -> Result<ExecSession, GuestError> {
         let (stream, permit) = self.stream().await?;
-        Ok(session::start_holding(stream, exec, permit))
+        Ok(session::start_holding(stream, exec, self.large.clone(), permit))
     }
 
     /// Gives the guest its identity; falls back to the steps of `engine-cli` §9 by exec where the agent
@@ -122,7 +124,7 @@ impl Channel {
         within(limit, async {
             let (stream, _permit) = self.stream().await?;
             let frame = Frame { kind: Kind::Identity, identity: identity.clone(), ..Frame::default() };
-            match ask(stream, &frame).await {
+            match session::ask_sharing(stream, &frame, self.large.clone()).await {
                 Err(GuestError::Refused(why)) if !why.starts_with(IDENTITY_PREFIX) => {
                     tracing::warn!(
                         why,
@@ -140,7 +142,7 @@ impl Channel {
     pub async fn reseed(&self, entropy: Entropy, limit: Duration) -> Result<(), GuestError> {
         within(limit, async {
             let (stream, _permit) = self.stream().await?;
-            ask(stream, &entropy.frame()).await
+            session::ask_sharing(stream, &entropy.frame(), self.large.clone()).await
         })
         .await
     }

@@ -5,8 +5,10 @@
 //! - [`host`]: the host's side of one guest port: preamble with epoch, `yamux`, sessions;
 //! - [`agent`]: the guest's side: sessions, ports, and the work of PID 1.
 //!
-//! Everything that comes from a guest is hostile: frames are at most 8 MiB, sessions at most 256, a
-//! session buffers at most 1 MiB and then pushes back.
+//! Everything that comes from a guest is hostile: frames are at most 8 MiB, sessions at most 256. On the host a
+//! session holds at most 1 MiB (its `yamux` window, a frame of up to 64 KiB, and 512 KiB of output that waits for
+//! its reader) and then pushes back; of larger frames two at a time are read on one channel. In the guest, where the
+//! host is trusted, each session may hold a frame of 8 MiB.
 
 pub mod agent;
 pub mod host;
@@ -16,6 +18,8 @@ mod sys;
 
 /// Most sessions on one channel at a time.
 pub const MAX_SESSIONS: usize = 256;
+/// Most frames above 64 KiB that a host reads on one channel at a time.
+pub(crate) const MAX_LARGE_FRAMES: usize = 2;
 
 /// `yamux` limits of both ends. Windows stay at their 256 KiB: the connection's limit is exactly what the
 /// streams need at the least, so nothing is left to grow into.

@@ -1,27 +1,27 @@
-//! Frames between host and guest agent: newline-delimited JSON (`engine-cli` §8), pure but for
-//! [`FrameReader`] and [`FrameWriter`], which carry them over any byte stream.
+//! Frames between host and guest agent: newline-delimited JSON (`engine-cli` §8), pure; the submodule carries
+//! them over any byte stream.
 //!
 //! Entry points: [`encode`] and [`decode`]. Field order, omitted empty fields and escapes follow the
 //! original agent byte for byte (golden vectors `guest_agent`); keys are read without regard to case, as
 //! the original does.
 
+mod carry;
+
 use std::{collections::BTreeMap, fmt};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use bytes::BufMut as _;
 use serde::{
     Deserialize, Deserializer, Serialize,
     de::{IgnoredAny, MapAccess, Visitor},
 };
 use thiserror::Error;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+pub use self::carry::{FrameReader, FrameWriter, LargeFrames};
 
 /// Longest frame in bytes, newline excluded, in both directions.
 pub const MAX_FRAME: usize = 8 << 20;
 /// Size of the chunks in which a client sends stdin.
 pub const STDIN_CHUNK: usize = 32 << 10;
-/// How much is read at a time.
-const READ_CHUNK: usize = 32 << 10;
 
 /// What a clone must become before its link goes up (our extension, design §5 "The guest channel").
 /// Empty fields are left alone.
@@ -319,85 +319,6 @@ fn set<'de, A: MapAccess<'de>, T: Deserialize<'de>>(map: &mut A, slot: &mut T) -
     Ok(())
 }
 
-/// Reads frames off a byte stream. [`FrameReader::next`] may be dropped and called again.
-#[derive(Debug)]
-pub struct FrameReader<R> {
-    inner: R,
-    buffer: Vec<u8>,
-    /// Bytes of `buffer` already searched for a newline.
-    searched: usize,
-}
-
-impl<R: AsyncRead + Unpin> FrameReader<R> {
-    /// Reads from `inner`.
-    pub fn new(inner: R) -> Self {
-        Self { inner, buffer: Vec::new(), searched: 0 }
-    }
-
-    /// The next frame; `None` when the stream has ended. A last line without newline counts.
-    pub async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
-        loop {
-            if let Some(at) = self.buffer[self.searched..].iter().position(|&b| b == b'\n') {
-                let end = self.searched + at;
-                let frame = decode(&self.buffer[..end]);
-                self.consume(end + 1);
-                return frame.map(Some);
-            }
-            self.searched = self.buffer.len();
-            if self.searched > MAX_FRAME {
-                return Err(FrameError::TooLong);
-            }
-            self.buffer.reserve(READ_CHUNK);
-            let mut room = (&mut self.buffer).limit(READ_CHUNK);
-            if self.inner.read_buf(&mut room).await? == 0 {
-                self.searched = 0;
-                return match std::mem::take(&mut self.buffer) {
-                    rest if rest.is_empty() => Ok(None),
-                    rest => decode(&rest).map(Some).map_err(|_| FrameError::Truncated),
-                };
-            }
-        }
-    }
-
-    fn consume(&mut self, n: usize) {
-        self.buffer.drain(..n);
-        self.searched = 0;
-        // One huge frame must not keep its memory for the rest of a long session.
-        if self.buffer.capacity() > 1 << 20 && self.buffer.len() < 64 << 10 {
-            self.buffer.shrink_to(64 << 10);
-        }
-    }
-}
-
-/// Writes frames to a byte stream.
-#[derive(Debug)]
-pub struct FrameWriter<W> {
-    inner: W,
-}
-
-impl<W: AsyncWrite + Unpin> FrameWriter<W> {
-    /// Writes to `inner`.
-    pub fn new(inner: W) -> Self {
-        Self { inner }
-    }
-
-    /// Writes one frame and flushes it.
-    pub async fn send(&mut self, frame: &Frame) -> Result<(), FrameError> {
-        self.inner.write_all(&encode(frame)?).await?;
-        Ok(self.inner.flush().await?)
-    }
-
-    /// The stream itself.
-    pub fn into_inner(self) -> W {
-        self.inner
-    }
-
-    /// Ends the writing side, so that the peer sees the end of the stream.
-    pub async fn close(&mut self) -> Result<(), FrameError> {
-        Ok(self.inner.shutdown().await?)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::{collection, prelude::*};
@@ -465,24 +386,7 @@ mod tests {
         assert!(matches!(decode(&line), Err(FrameError::TooLong)));
     }
 
-    #[tokio::test]
-    async fn an_endless_line_is_refused_before_it_fills_the_memory() {
-        let mut frames = FrameReader::new(tokio::io::repeat(b' '));
-        assert!(matches!(frames.next().await, Err(FrameError::TooLong)));
-        assert!(frames.buffer.len() < MAX_FRAME + (1 << 20));
-    }
-
-    #[tokio::test]
-    async fn a_last_line_without_newline_counts_and_then_the_stream_is_over() {
-        let mut frames = FrameReader::new(&b"{\"type\":\"exit\"}\n{\"type\":\"stdin\"}"[..]);
-        for want in [Some(Kind::Exit), Some(Kind::Stdin), None, None] {
-            assert_eq!(frames.next().await.unwrap().map(|frame| frame.kind), want);
-        }
-        let mut cut = FrameReader::new(&b"{\"type\":\"ex"[..]);
-        assert!(matches!(cut.next().await, Err(FrameError::Truncated)));
-    }
-
-    fn frame() -> impl Strategy<Value = Frame> {
+    pub(super) fn frame() -> impl Strategy<Value = Frame> {
         let kind = "exec|reseed|identity|stdin|stdin_close|started|stdout|stderr|exit|error||other";
         let argv = collection::vec("\\PC{0,8}", 0..4);
         let env = collection::btree_map("\\PC{0,6}", "\\PC{0,6}", 0..3);
@@ -508,38 +412,5 @@ mod tests {
         fn no_bytes_upset_the_reader(bytes in collection::vec(any::<u8>(), 0..200)) {
             let _ = decode(&bytes);
         }
-
-        #[test]
-        fn pieces_of_any_size_give_the_same_frames(
-            frames in collection::vec(frame(), 0..5),
-            sizes in collection::vec(1_usize..50, 1..20),
-        ) {
-            let bytes: Vec<u8> = frames.iter().flat_map(|frame| encode(frame).unwrap()).collect();
-            let mut builder = tokio_test_io(&bytes, &sizes);
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            let got = runtime.block_on(async {
-                let mut reader = FrameReader::new(&mut builder);
-                let mut got = Vec::new();
-                while let Some(frame) = reader.next().await.unwrap() {
-                    got.push(frame);
-                }
-                got
-            });
-            prop_assert_eq!(got, frames);
-        }
-    }
-
-    /// A reader that gives `bytes` in pieces of the sizes, over and over.
-    fn tokio_test_io(bytes: &[u8], sizes: &[usize]) -> impl AsyncRead + Unpin {
-        let mut pieces: Vec<std::io::Result<Vec<u8>>> = Vec::new();
-        let (mut rest, mut sizes) = (bytes, sizes.iter().cycle());
-        while !rest.is_empty() {
-            let n = sizes.next().map_or(1, |&n| n.min(rest.len()));
-            pieces.push(Ok(rest[..n].to_vec()));
-            rest = &rest[n..];
-        }
-        tokio_util::io::StreamReader::new(futures::stream::iter(
-            pieces.into_iter().map(|piece| piece.map(bytes::Bytes::from)),
-        ))
     }
 }

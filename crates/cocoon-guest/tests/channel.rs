@@ -72,6 +72,26 @@ fn sh(script: &str) -> Exec {
     Exec { argv: ["sh", "-c", script].map(Into::into).to_vec(), env: BTreeMap::new() }
 }
 
+/// Whether a process runs this command: a program and its only argument.
+fn alive(command: &str) -> bool {
+    let line = format!("{}\0", command.replace(' ', "\0"));
+    let found = |entry: std::fs::DirEntry| std::fs::read(entry.path().join("cmdline"));
+    std::fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .any(|entry| found(entry).is_ok_and(|l| l == line.as_bytes()))
+}
+
+async fn becomes(wanted: bool, command: &str) {
+    for _ in 0..500 {
+        if alive(command) == wanted {
+            return;
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+    panic!("`{command}` runs: {}", !wanted);
+}
+
 #[tokio::test]
 async fn a_command_runs_and_its_output_and_code_come_back() {
     let channel = Channel::open(Port::new().host(), LIMIT).await.unwrap();
@@ -139,20 +159,13 @@ async fn a_new_host_ends_the_sessions_of_the_old_one_and_works_at_once() {
         let old = Channel::open(port.host(), LIMIT).await.unwrap();
         let mut session = old.exec(sh(&format!("{marker} & {marker}"))).await.unwrap();
         assert!(matches!(session.events.recv().await, Some(Ok(ExecEvent::Started(_)))));
+        becomes(true, &marker).await;
         // The old host does not even hang up.
         let new = Channel::open(port.host(), LIMIT).await.unwrap();
         drop(old);
         assert!(matches!(timeout(LIMIT, session.events.recv()).await.unwrap(), Some(Err(_))));
-        let found = format!("ps -ef | grep -c '[s]leep 87{:05}'; true", std::process::id() % 100_000);
-        let mut left = String::new();
-        for _ in 0..50 {
-            left = String::from_utf8(new.output(sh(&found), LIMIT).await.unwrap().stdout).unwrap();
-            if left.trim() == "0" {
-                break;
-            }
-            sleep(Duration::from_millis(20)).await;
-        }
-        assert_eq!(left.trim(), "0");
+        assert_eq!(new.output(sh("exit 4"), LIMIT).await.unwrap().code, 4);
+        becomes(false, &marker).await;
     }
 }
 
@@ -235,12 +248,14 @@ async fn dropping_a_session_kills_its_command_and_leaves_the_others() {
     let marker = format!("sleep 88{:05}", std::process::id() % 100_000);
     let mut doomed = channel.exec(sh(&marker)).await.unwrap();
     assert!(matches!(doomed.events.recv().await, Some(Ok(ExecEvent::Started(_)))));
+    let other = format!("sleep 89{:05}", std::process::id() % 100_000);
+    let _other = channel.exec(sh(&other)).await.unwrap();
+    becomes(true, &marker).await;
+    becomes(true, &other).await;
     drop(doomed);
-    let gone = format!(
-        "for i in $(seq 100); do ps -ef | grep -q '[s]{}' || exit 0; sleep 0.05; done; exit 1",
-        &marker[1..]
-    );
-    assert_eq!(channel.output(sh(&gone), LIMIT).await.unwrap().code, 0);
+    becomes(false, &marker).await;
+    assert_eq!(channel.output(sh("exit 4"), LIMIT).await.unwrap().code, 4);
+    assert!(alive(&other));
 }
 
 #[tokio::test]

@@ -131,7 +131,19 @@ async fn client(interface: String, mut orders: mpsc::Receiver<Order>) {
                 AGAIN * 10
             }
         };
-        sleep(pause).await;
+        if !rest(pause, &mut orders).await {
+            return;
+        }
+    }
+}
+
+/// Waits for `pause` or until an order was obeyed: who stops a client waits for its answer, and an interface that
+/// came up again is not to wait. False when nobody gives orders any more.
+async fn rest(pause: Duration, orders: &mut mpsc::Receiver<Order>) -> bool {
+    tokio::select! {
+        biased;
+        order = orders.recv() => obey(order, orders).await,
+        () = sleep(pause) => true,
     }
 }
 
@@ -161,4 +173,31 @@ fn spawn(interface: &str) -> std::io::Result<Child> {
         .stderr(Stdio::null())
         .kill_on_drop(true)
         .spawn()
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn orders_are_obeyed_while_a_client_rests() {
+        let (orders, mut inbox) = mpsc::channel(4);
+        let leases = Leases::default();
+        leases.clients().insert("eth0".into(), orders);
+        let began = Instant::now();
+        let resting = tokio::spawn(async move {
+            let goes_on = rest(Duration::from_secs(10), &mut inbox).await;
+            (goes_on, inbox)
+        });
+        leases.stop("eth0").await;
+        leases.resume("eth0").await;
+        let (goes_on, mut inbox) = resting.await.unwrap();
+        assert!(goes_on && began.elapsed().is_zero(), "neither waited for the pause");
+        assert!(rest(Duration::from_secs(10), &mut inbox).await);
+        assert_eq!(began.elapsed(), Duration::from_secs(10), "without orders the pause is kept");
+        drop(leases);
+        assert!(!rest(Duration::from_secs(10), &mut inbox).await);
+    }
 }

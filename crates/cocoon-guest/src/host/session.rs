@@ -6,7 +6,7 @@ use tokio::{
 };
 
 use super::{Exec, ExecEvent, ExecSession, GuestError};
-use crate::protocol::{Frame, FrameError, FrameReader, FrameWriter, Kind, STDIN_CHUNK};
+use crate::protocol::{Frame, FrameError, FrameReader, FrameWriter, Kind, LargeFrames, STDIN_CHUNK};
 
 /// Largest piece of output in one event, so that a full queue stays below 1 MiB.
 const EVENT_CHUNK: usize = 64 << 10;
@@ -41,11 +41,11 @@ pub fn start<T>(io: T, exec: Exec) -> ExecSession
 where
     T: AsyncRead + AsyncWrite + Send + 'static,
 {
-    start_holding(io, exec, ())
+    start_holding(io, exec, LargeFrames::new(1), ())
 }
 
 /// Starts a command over `io`, keeping `held` until the session is over.
-pub(crate) fn start_holding<T, H>(io: T, exec: Exec, held: H) -> ExecSession
+pub(crate) fn start_holding<T, H>(io: T, exec: Exec, room: LargeFrames, held: H) -> ExecSession
 where
     T: AsyncRead + AsyncWrite + Send + 'static,
     H: Send + 'static,
@@ -53,7 +53,7 @@ where
     let (stdin, input) = mpsc::channel(QUEUE);
     let (events, output) = mpsc::channel(QUEUE);
     tokio::spawn(async move {
-        run(io, exec, input, events).await;
+        run(io, exec, room, input, events).await;
         drop(held);
     });
     ExecSession { stdin, events: output }
@@ -62,6 +62,7 @@ where
 async fn run<T: AsyncRead + AsyncWrite>(
     io: T,
     exec: Exec,
+    room: LargeFrames,
     input: mpsc::Receiver<Vec<u8>>,
     events: mpsc::Sender<Result<ExecEvent, GuestError>>,
 ) {
@@ -74,7 +75,7 @@ async fn run<T: AsyncRead + AsyncWrite>(
         std::future::pending::<()>().await;
     };
     let reading = async {
-        if let Err(error) = listen(FrameReader::new(reader), &events).await {
+        if let Err(error) = listen(FrameReader::sharing(reader, room), &events).await {
             // Nobody listening any more is no news.
             drop(events.send(Err(error)).await);
         }
@@ -159,10 +160,18 @@ async fn output(
 
 /// Sends one frame that needs no more than a terminal answer (`reseed`, `identity`), and waits for it.
 pub async fn ask<T: AsyncRead + AsyncWrite>(io: T, frame: &Frame) -> Result<(), GuestError> {
+    ask_sharing(io, frame, LargeFrames::new(1)).await
+}
+
+/// [`ask`], with room for a large answer only while there is.
+pub(crate) async fn ask_sharing<T>(io: T, frame: &Frame, room: LargeFrames) -> Result<(), GuestError>
+where
+    T: AsyncRead + AsyncWrite,
+{
     let (reader, writer) = split(io);
     let mut writer = FrameWriter::new(writer);
     writer.send(frame).await.map_err(broken)?;
-    let mut frames = FrameReader::new(reader);
+    let mut frames = FrameReader::sharing(reader, room);
     loop {
         let frame = frames.next().await.map_err(broken)?.ok_or(GuestError::Closed)?;
         match frame.kind {
