@@ -185,8 +185,8 @@ impl VmNameError {
     /// Stable reason word for status and events.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::Missing { .. } => "VMNameMissing",
-            Self::Foreign { .. } => "VMNameForeign",
+            Self::Missing { .. } => "MissingVMName",
+            Self::Foreign { .. } => "VMNameMismatch",
             Self::TooLong { .. } => "VMNameTooLong",
         }
     }
@@ -270,9 +270,9 @@ mod tests {
         let reason = |name: &str, adopted| {
             check_vm_name("prod", "demo-0", name, &OSType::Linux, adopted).map_err(|e| e.reason())
         };
-        assert_eq!(reason("", false), Err("VMNameMissing"));
-        assert_eq!(reason("vk-prod-demo-1-99494c", true), Err("VMNameForeign"));
-        assert_eq!(reason("vk-prod-demo-0", false), Err("VMNameForeign"));
+        assert_eq!(reason("", false), Err("MissingVMName"));
+        assert_eq!(reason("vk-prod-demo-1-99494c", true), Err("VMNameMismatch"));
+        assert_eq!(reason("vk-prod-demo-0", false), Err("VMNameMismatch"));
         assert_eq!(reason("vk-prod-demo-0", true), Ok(()));
     }
 
