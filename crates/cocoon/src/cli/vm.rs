@@ -25,6 +25,10 @@ use super::{
     size,
 };
 
+mod name;
+
+use name::{check_name, default_name};
+
 /// The verbs.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
@@ -407,34 +411,6 @@ fn at_least(flag: &str, text: &str, floor: u64) -> anyhow::Result<u64> {
         bail!("{flag} {text} is too small; it must be at least {}", size::show(floor));
     }
     Ok(bytes)
-}
-
-/// `[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}`.
-fn check_name(name: &str) -> anyhow::Result<()> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-    if !name.starts_with(|c: char| c.is_ascii_alphanumeric()) || !name.chars().all(plain) || name.len() > 63 {
-        bail!(
-            "VM name {name:?} cannot be used; a name has up to 63 letters, digits, `.`, `_`, `-`, and begins with a letter or digit"
-        );
-    }
-    Ok(())
-}
-
-/// `cocoon-`, the repository's path without the registry, the tag unless it is `latest`.
-fn default_name(image: &str) -> String {
-    let image = image.split_once('@').map_or(image, |(name, _)| name);
-    let (path, tag) = match image.rsplit_once(':') {
-        Some((path, tag)) if !tag.contains('/') => (path, tag),
-        _ => (image, "latest"),
-    };
-    let path = match path.split_once('/') {
-        Some((host, rest)) if host.contains(['.', ':']) || host == "localhost" => rest,
-        _ => path,
-    };
-    let tail = if tag == "latest" { String::new() } else { format!("-{tag}") };
-    let name = format!("cocoon-{path}{tail}")
-        .replace(|c: char| !c.is_ascii_alphanumeric() && !"._-".contains(c), "-");
-    name.chars().take(63).collect()
 }
 
 async fn run_vm(engine: &Engine, args: RunArgs, settings: &Settings) -> anyhow::Result<()> {
