@@ -206,14 +206,10 @@ pub struct CocoonSetStatus {
     pub conditions: Vec<Condition>,
 }
 
-/// How one agent is.
+/// The pod and VM of a member of a set. Its fields stand among those of the member.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct AgentStatus {
-    /// Slot; 0 is the main agent.
-    pub slot: i32,
-    /// `main` or `sub-agent`.
-    pub role: String,
+pub struct VmStatus {
     /// Its pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub pod_name: String,
@@ -229,6 +225,19 @@ pub struct AgentStatus {
     /// Phase of its pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub phase: String,
+}
+
+/// How one agent is.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct AgentStatus {
+    /// Slot; 0 is the main agent.
+    pub slot: i32,
+    /// `main` or `sub-agent`.
+    pub role: String,
+    /// Its pod and VM.
+    #[serde(flatten)]
+    pub vm: VmStatus,
     /// VM it was forked from.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub forked_from: String,
@@ -240,21 +249,9 @@ pub struct AgentStatus {
 pub struct ToolboxStatus {
     /// Name within the set.
     pub name: String,
-    /// Its pod.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub pod_name: String,
-    /// Its VM.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub vm_name: String,
-    /// Engine id of its VM.
-    #[serde(rename = "vmID", default, skip_serializing_if = "String::is_empty")]
-    pub vm_id: String,
-    /// Address.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub ip: String,
-    /// Phase of its pod.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub phase: String,
+    /// Its pod and VM.
+    #[serde(flatten)]
+    pub vm: VmStatus,
     /// Protocol by which a person connects.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub conn_type: String,

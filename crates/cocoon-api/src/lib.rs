@@ -13,6 +13,7 @@ mod schema;
 
 pub use cocoonset::{
     AgentSpec, AgentStatus, CocoonSet, CocoonSetSpec, CocoonSetStatus, ToolboxSpec, ToolboxStatus, VmOptions,
+    VmStatus,
 };
 pub use conditions::{CONDITION_PROGRESSING, CONDITION_READY, ready_condition};
 pub use enums::{
