@@ -203,9 +203,8 @@ async fn a_silent_agent_is_an_error_in_time_even_if_it_babbles() {
     assert!(matches!(Channel::open(port.host(), limit).await, Err(GuestError::Silent(_))));
 }
 
-#[tokio::test]
-async fn a_lost_connection_is_an_error_and_never_an_exit_code() {
-    let (port, far) = Port::without_agent();
+/// A channel and a session whose agent was lost while its command ran.
+async fn lost_at_work(port: &Port, far: StdStream) -> (Channel, ExecSession) {
     let mut link = Link::new(stream(far));
     let agent = tokio::spawn(async move {
         let machine: Arc<dyn Machine> = Arc::new(Still);
@@ -216,6 +215,13 @@ async fn a_lost_connection_is_an_error_and_never_an_exit_code() {
     let mut session = channel.exec(sh("sleep 5")).await.unwrap();
     assert!(matches!(session.events.recv().await, Some(Ok(ExecEvent::Started(_)))));
     agent.abort();
+    (channel, session)
+}
+
+#[tokio::test]
+async fn a_lost_connection_is_an_error_and_never_an_exit_code() {
+    let (port, far) = Port::without_agent();
+    let (channel, mut session) = lost_at_work(&port, far).await;
     assert!(matches!(timeout(LIMIT, session.events.recv()).await.unwrap(), Some(Err(_))));
     assert!(session.events.recv().await.is_none());
     timeout(LIMIT, channel.closed()).await.unwrap();
@@ -226,16 +232,7 @@ async fn a_lost_connection_is_an_error_and_never_an_exit_code() {
 async fn an_agent_that_starts_anew_ends_the_sessions_of_its_predecessor() {
     let (port, far) = Port::without_agent();
     let successor = far.try_clone().unwrap();
-    let mut link = Link::new(stream(far));
-    let agent = tokio::spawn(async move {
-        let machine: Arc<dyn Machine> = Arc::new(Still);
-        link.greeted().await.unwrap();
-        serve(&mut link, &machine).await;
-    });
-    let channel = Channel::open(port.host(), LIMIT).await.unwrap();
-    let mut session = channel.exec(sh("sleep 5")).await.unwrap();
-    assert!(matches!(session.events.recv().await, Some(Ok(ExecEvent::Started(_)))));
-    agent.abort();
+    let (channel, mut session) = lost_at_work(&port, far).await;
     let mut successor = stream(successor);
     successor.write_all(&Preamble::AGENT_STARTS.encode()).await.unwrap();
     assert!(matches!(timeout(LIMIT, session.events.recv()).await.unwrap(), Some(Err(GuestError::Closed))));

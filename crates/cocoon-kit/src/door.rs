@@ -2,9 +2,9 @@
 //!
 //! Entry points: [`Door::next`] takes a connection off a listener, [`Arrival::enter`] does its handshake,
 //! [`Stay::over`] says when it must end. Invariants: connections on which nobody is known (those in the
-//! handshake, and strangers that have shown no certificate) never take the places of those who are; both have a
-//! deadline, and where they are too many the one that waited longest gives way to the newest, so that a crowd that
-//! only connects locks nobody out. Whoever is turned away is counted.
+//! handshake, and strangers that have shown no certificate) never take the places of those who are; both have
+//! a deadline, and where they are too many the one that waited longest gives way to the newest, so that a
+//! crowd that only connects locks nobody out. Whoever is turned away is counted.
 
 use std::{
     collections::BTreeMap,
@@ -260,8 +260,8 @@ impl Stay {
         self.known.clone()
     }
 
-    /// Ends when the connection must: nobody became known in time, or the place was lost before. Holds the place
-    /// until it is dropped.
+    /// Ends when the connection must: nobody became known in time, or the place was lost before. Holds the
+    /// place until it is dropped.
     pub async fn over(self) {
         let Self { known, patience, holds, door } = self;
         let in_time = timeout(patience, known.0.cancelled());

@@ -1,7 +1,7 @@
 //! An error and its causes as one sentence.
 //!
-//! Entry point: [`chain`]. For logs, statuses and answers, which are text; inside of the program an error keeps
-//! its source attached.
+//! Entry point: [`chain`]. For logs, statuses and answers, which are text; inside of the program an error
+//! keeps its source attached.
 
 use std::error::Error;
 

@@ -1,9 +1,9 @@
 //! A small certificate authority and TLS configurations.
 //!
-//! Entry points: [`Authority::load_or_create`], [`server_config`] and [`Subject::of`]. Keys are P-256, files are
-//! 0600 in a 0700 folder. Invariants: an authority's key never leaves its folder; a server with a
-//! client authority asks for a client certificate but lets a caller without one connect, because
-//! tokens are checked later, above TLS.
+//! Entry points: [`Authority::load_or_create`], [`server_config`] and [`Subject::of`]. Keys are P-256, files
+//! are 0600 in a 0700 folder. Invariants: an authority's key never leaves its folder; a server with a client
+//! authority asks for a client certificate but lets a caller without one connect, because tokens are checked
+//! later, above TLS.
 
 use std::{io, net::IpAddr, path::Path, sync::Arc};
 
@@ -126,7 +126,8 @@ impl Authority {
         self.issue(name, params)
     }
 
-    /// A client certificate: `name` is the user, `groups` (one at most) are its organisations (Kubernetes' reading).
+    /// A client certificate: `name` is the user, `groups` (one at most) are its organisations (Kubernetes'
+    /// reading).
     pub fn issue_client(&self, name: &str, groups: &[&str]) -> Result<Identity, TlsError> {
         if groups.len() > 1 {
             return Err(TlsError::Groups { name: name.to_owned(), groups: groups.len() });

@@ -1,4 +1,5 @@
 //! A door over real sockets of this machine's loopback.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 

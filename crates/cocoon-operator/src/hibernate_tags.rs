@@ -1,10 +1,9 @@
 //! Rule (a) of "one life of a hibernate tag": the tag goes once its pod is live and ready again.
 //!
-//! Entry point: [`run`]. The decision is [`may_drop`], a pure function. Invariants: a tag is deleted
-//! only if it is the pod's own (its VM name follows from namespace and name, whatever the annotation says) and
-//! the snapshot behind it is the one that the pod says it woke from (I3); a registry that cannot be asked
-//! changes nothing (I5). A registry that refuses deletions gets an empty manifest
-//! annotated as consumed instead.
+//! Entry point: [`run`]. The decision is [`may_drop`], a pure function. Invariants: a tag is deleted only if
+//! it is the pod's own (its VM name follows from namespace and name, whatever the annotation says) and the
+//! snapshot behind it is the one that the pod says it woke from (I3); a registry that cannot be asked changes
+//! nothing (I5). A registry that refuses deletions gets an empty manifest annotated as consumed instead.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -52,9 +51,9 @@ pub struct Consumed {
     pub woken_from: String,
 }
 
-/// Whether this pod has consumed its tag: managed, live, ready, not asked to hibernate, not going away, and the
-/// VM's name its own. The older unhashed name is refused: whether a node adopted the VM is not to be seen here,
-/// and another pod could have the same.
+/// Whether this pod has consumed its tag: managed, live, ready, not asked to hibernate, not going away, and
+/// the VM's name its own. The older unhashed name is refused: whether a node adopted the VM is not to be seen
+/// here, and another pod could have the same.
 #[must_use]
 pub fn may_drop(pod: &Pod) -> Option<Consumed> {
     let spec = VmSpec::parse(pod);

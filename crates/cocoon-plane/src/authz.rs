@@ -1,9 +1,9 @@
 //! Who may do what.
 //!
-//! Entry points: [`check`], [`rules`]. Three kinds of users: members of `system:masters` may do everything; a node
-//! (`system:node:NAME` in `system:nodes`) may do what its agent needs, for itself and the pods bound to it;
-//! everybody else may look at discovery, version and health and ask about himself. Metrics are for the first two
-//! kinds and members of `system:monitoring`. Anything not listed is refused.
+//! Entry points: [`check`], [`rules`]. Three kinds of users: members of `system:masters` may do everything; a
+//! node (`system:node:NAME` in `system:nodes`) may do what its agent needs, for itself and the pods bound to
+//! it; everybody else may look at discovery, version and health and ask about himself. Metrics are for the
+//! first two kinds and members of `system:monitoring`. Anything not listed is refused.
 
 use serde_json::{Value, json};
 
@@ -125,8 +125,8 @@ fn may_read(user: &User, attributes: &Attributes) -> bool {
     attributes.verb == "get" && (!metrics || user.groups.iter().any(|own| MEASURING.contains(&own.as_str())))
 }
 
-/// Who may do what, in the form of a `SelfSubjectRulesReview`'s status: what [`check`] says, as far as its form
-/// can say it.
+/// Who may do what, in the form of a `SelfSubjectRulesReview`'s status: what [`check`] says, as far as its
+/// form can say it.
 pub(crate) fn rules(user: &User) -> Value {
     let resource = |verbs: &[&str], group: &str, resources: &[&str], names: &[&str]| {
         let mut rule = json!({ "verbs": verbs, "apiGroups": [group], "resources": resources });

@@ -25,8 +25,8 @@ use crate::{
 const LIMITS: Limits =
     Limits { arrivals: 512, strangers: 128, known: 1024, patience: Duration::from_secs(10), certified: HEAD };
 /// For the head of a request, and the first request behind a certificate. It also closes idle connections, so
-/// it must be longer than the pauses of periodic clients: a lease is renewed each 10 s, a status each 60 s, on a
-/// kept connection.
+/// it must be longer than the pauses of periodic clients: a lease is renewed each 10 s, a status each 60 s,
+/// on a kept connection.
 const HEAD: Duration = Duration::from_secs(90);
 /// How long a shutdown waits for answers under way.
 const FAREWELL: Duration = Duration::from_secs(5);

@@ -137,8 +137,8 @@ async fn client(interface: String, mut orders: mpsc::Receiver<Order>) {
     }
 }
 
-/// Waits for `pause` or until an order was obeyed: who stops a client waits for its answer, and an interface that
-/// came up again is not to wait. False when nobody gives orders any more.
+/// Waits for `pause` or until an order was obeyed: who stops a client waits for its answer, and an interface
+/// that came up again is not to wait. False when nobody gives orders any more.
 async fn rest(pause: Duration, orders: &mut mpsc::Receiver<Order>) -> bool {
     tokio::select! {
         biased;

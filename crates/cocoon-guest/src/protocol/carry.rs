@@ -1,7 +1,7 @@
 //! Frames over any byte stream.
 //!
-//! Entry points: [`FrameReader`] and [`FrameWriter`]. Invariant: a reader holds 64 KiB and what it reads at a time
-//! (32 KiB), unless it has room for a large frame; then it holds one frame of at most [`MAX_FRAME`].
+//! Entry points: [`FrameReader`] and [`FrameWriter`]. Invariant: a reader holds 64 KiB and what it reads at a
+//! time (32 KiB), unless it has room for a large frame; then it holds one frame of at most [`MAX_FRAME`].
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ use super::{Frame, FrameError, MAX_FRAME, decode, encode};
 
 /// How much is read at a time.
 const READ_CHUNK: usize = 32 << 10;
-/// Longest frame that a reader reads without asking for room. Agents send output in pieces of 32 KiB, 43 in base64.
+/// Longest frame that a reader reads without asking for room. Agents send output in pieces of 32 KiB, 43 in
+/// base64.
 const SMALL_FRAME: usize = 64 << 10;
 
 /// Room for large frames that several readers share: whoever gets none reads no further, until another reader

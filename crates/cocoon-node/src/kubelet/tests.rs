@@ -92,7 +92,7 @@ impl Port {
         let address = listener.local_addr().unwrap();
         let server = Server::new(Arc::clone(&context), table);
         tokio::spawn(server.serve(listener, context.shutdown.clone()));
-        Self { address, authority, context, folder: folder }
+        Self { address, authority, context, folder }
     }
 
     fn client(&self, user: &str, groups: &[&str]) -> Arc<ClientConfig> {

@@ -1,5 +1,5 @@
-//! Fills new namespaces with what clients expect in them, empties and removes those that are deleted, and makes
-//! those anew that always exist.
+//! Fills new namespaces with what clients expect in them, empties and removes those that are deleted, and
+//! makes those anew that always exist.
 
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 //!
 //! A list that is longer than its limit keeps its snapshot, so that all pieces agree with one revision.
 //! Bounds: [`SNAPSHOTS`] snapshots, each at most [`LIFE`] old (looked at with each long list); an older token
-//! is told 410. The numbers of snapshots start anywhere, so that a token of another run of the server is told so,
-//! too, instead of meeting somebody else's snapshot.
+//! is told 410. The numbers of snapshots start anywhere, so that a token of another run of the server is told
+//! so, too, instead of meeting somebody else's snapshot.
 
 use std::{
     collections::VecDeque,

@@ -1,7 +1,7 @@
 //! Patches: JSON, merge and strategic merge.
 //!
-//! Entry points: [`Patch::parse`], which also reports fields that do not belong, and [`Patch::apply`]. Server-side apply has its place in
-//! [`Patch::parse`] and is refused there until it is served.
+//! Entry points: [`Patch::parse`], which also reports fields that do not belong, and [`Patch::apply`].
+//! Server-side apply has its place in [`Patch::parse`] and is refused there until it is served.
 
 pub(crate) mod strategic;
 

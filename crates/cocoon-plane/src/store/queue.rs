@@ -1,8 +1,8 @@
 //! The queue between the store and one watcher, bounded in number and bytes.
 //!
 //! Entry point: [`queue`]. Invariant: what a watcher has yet to take is at most [`EVENTS`] notices that keep
-//! [`BYTES`] of objects' text alive, and one event more, so that an object of any size reaches whoever keeps up.
-//! Whoever falls behind that is ended by the store; he reads what is queued and then the end.
+//! [`BYTES`] of objects' text alive, and one event more, so that an object of any size reaches whoever keeps
+//! up. Whoever falls behind that is ended by the store; he reads what is queued and then the end.
 
 use std::sync::{
     Arc,
