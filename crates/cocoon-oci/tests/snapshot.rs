@@ -23,7 +23,7 @@ use cocoon_oci::{
     registry::{Registry, RegistryError},
     snapshot::{
         Envelope, Facts, PullError, PullOptions, PushError, PushOptions, SourceFile, TagGuard, consume, pull,
-        pull_with, push, read,
+        pull_with, push, push_blobs, read,
     },
 };
 use proptest::prelude::*;
@@ -124,6 +124,22 @@ async fn a_big_file_in_one_piece_travels_without_being_held_in_memory() {
 }
 
 #[tokio::test]
+async fn blobs_that_went_ahead_name_nothing_and_are_not_sent_again() {
+    let registry = Memory::new();
+    let folder = tempfile::tempdir().unwrap();
+    sparse_file(&folder.path().join("memory-ranges"), 8 << 20, &[(0, 3 << 20), (6 << 20, 70_000)]);
+    sparse_file(&folder.path().join("cow.qcow2"), 900_000, &[(0, 900_000)]);
+    let files = [source(folder.path(), "memory-ranges"), source(folder.path(), "cow.qcow2")];
+    let sent = push_blobs(&registry, VM, &files, &small()).await.unwrap();
+    assert!(sent > 100_000, "{sent}");
+    assert_eq!(registry.get_manifest(VM, "hibernate").await.unwrap(), None, "no tag moved");
+    let after = push(&registry, VM, "hibernate", &envelope("S1"), &files, &small()).await.unwrap();
+    assert!(after.sent < 4096, "only the config: {} of {}", after.sent, after.total);
+    let again = push_blobs(&registry, VM, &files, &small()).await.unwrap();
+    assert_eq!(again, 0);
+}
+
+#[tokio::test]
 async fn a_tag_is_overwritten_only_when_the_guard_allows_what_is_there() {
     let registry = Memory::new();
     let guarded = |allowed: &[&String]| PushOptions {
@@ -190,15 +206,25 @@ async fn the_next_try_of_an_unconfirmed_push_knows_its_own_manifest() {
     assert!(matches!(doubt, PushError::Registry { .. }), "{doubt}");
 }
 
-/// A registry in which somebody else writes the tag just after our look at it.
+/// A registry with its own ways.
 #[derive(Debug)]
-struct Rival {
-    registry: Memory,
+struct Odd<R> {
+    registry: R,
+    /// It answers every delete with "unsupported", as some do.
+    stubborn: bool,
+    /// Somebody else writes the tag just after this look at it (0: the first).
+    rival_after: Option<u32>,
     looks: std::sync::atomic::AtomicU32,
 }
 
+impl<R> Odd<R> {
+    fn stubborn(registry: R) -> Self {
+        Self { registry, stubborn: true, rival_after: None, looks: 0.into() }
+    }
+}
+
 #[async_trait::async_trait]
-impl Registry for Rival {
+impl<R: Registry> Registry for Odd<R> {
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
         self.registry.has_blob(repository, digest).await
     }
@@ -243,20 +269,25 @@ impl Registry for Rival {
         reference: &str,
     ) -> Result<Option<cocoon_oci::registry::Manifest>, RegistryError> {
         let found = self.registry.get_manifest(repository, reference).await;
-        // The look before the blobs is the first, the one before the manifest the second.
-        if self.looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 1 {
-            self.registry.insert_manifest(repository, reference, OCI_MANIFEST, "{}");
+        let look = self.looks.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        if self.rival_after == Some(look) {
+            let bytes = bytes::Bytes::from_static(b"{}");
+            self.registry.put_manifest(repository, reference, OCI_MANIFEST, bytes).await?;
         }
         found
     }
     async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError> {
+        if self.stubborn {
+            return Err(RegistryError::DeleteRefused { reference: reference.to_owned() });
+        }
         self.registry.delete_manifest(repository, reference).await
     }
 }
 
 #[tokio::test]
 async fn a_registry_that_compares_and_puts_in_one_step_lets_nobody_elses_write_be_lost() {
-    let registry = Rival { registry: Memory::new(), looks: 0.into() };
+    // The look before the blobs is the first, the one before the manifest the second.
+    let registry = Odd { registry: Memory::new(), stubborn: false, rival_after: Some(1), looks: 0.into() };
     let options = PushOptions { tag_guard: TagGuard::AbsentOr(Vec::new()), ..small() };
     let error = pushed(&registry, "hibernate", "s", &options).await.unwrap_err();
     assert!(matches!(&error, PushError::TagMoved { found, .. } if *found == digest::of(b"{}")), "{error}");
@@ -281,52 +312,6 @@ async fn a_blob_that_a_crash_cut_is_sent_again() {
         assert_eq!(std::fs::metadata(&path).unwrap().len(), layers[0].size.cast_unsigned());
         let to = tempfile::tempdir().unwrap();
         pull(&layout, VM, "latest", to.path()).await.unwrap();
-    }
-}
-
-/// A layout that answers every delete with "unsupported", as some registries do.
-#[derive(Debug)]
-struct NoDelete(OciLayout);
-
-#[async_trait::async_trait]
-impl Registry for NoDelete {
-    async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
-        self.0.has_blob(repository, digest).await
-    }
-    async fn put_blob(
-        &self,
-        repository: &str,
-        digest: &str,
-        size: u64,
-        body: cocoon_oci::registry::Body,
-    ) -> Result<(), RegistryError> {
-        self.0.put_blob(repository, digest, size, body).await
-    }
-    async fn get_blob(
-        &self,
-        repository: &str,
-        digest: &str,
-    ) -> Result<Option<cocoon_oci::registry::Body>, RegistryError> {
-        self.0.get_blob(repository, digest).await
-    }
-    async fn put_manifest(
-        &self,
-        repository: &str,
-        reference: &str,
-        media_type: &str,
-        bytes: bytes::Bytes,
-    ) -> Result<String, RegistryError> {
-        self.0.put_manifest(repository, reference, media_type, bytes).await
-    }
-    async fn get_manifest(
-        &self,
-        repository: &str,
-        reference: &str,
-    ) -> Result<Option<cocoon_oci::registry::Manifest>, RegistryError> {
-        self.0.get_manifest(repository, reference).await
-    }
-    async fn delete_manifest(&self, _repository: &str, reference: &str) -> Result<(), RegistryError> {
-        Err(RegistryError::DeleteRefused { reference: reference.to_owned() })
     }
 }
 
@@ -355,7 +340,7 @@ fn callers_may_spawn_a_push_and_a_pull() {
 #[tokio::test]
 async fn a_consumed_tag_reads_as_absent_and_may_be_overwritten() {
     let folder = tempfile::tempdir().unwrap();
-    let registry = NoDelete(OciLayout::open(folder.path()).unwrap());
+    let registry = Odd::stubborn(OciLayout::open(folder.path()).unwrap());
     pushed(&registry, "hibernate", "one", &small()).await.unwrap();
     let facts = read(&registry, VM, "hibernate").await.unwrap().unwrap();
     assert!(consume(&registry, VM, "hibernate", &facts).await.unwrap());
@@ -381,7 +366,7 @@ async fn consumed_too_late(registry: &dyn Registry) -> Option<String> {
 async fn a_tag_that_was_moved_since_it_was_read_is_not_consumed() {
     let [folder, stubborn] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let layout = OciLayout::open(folder.path()).unwrap();
-    let no_delete = NoDelete(OciLayout::open(stubborn.path()).unwrap());
+    let no_delete = Odd::stubborn(OciLayout::open(stubborn.path()).unwrap());
     let registries: [&dyn Registry; 3] = [&Memory::new(), &layout, &no_delete];
     for registry in registries {
         assert_eq!(consumed_too_late(registry).await.as_deref(), Some("two"), "{registry:?}");

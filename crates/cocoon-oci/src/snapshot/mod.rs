@@ -316,6 +316,18 @@ pub async fn push(
     push::run(registry, repository, tag, &mut entries, options).await
 }
 
+/// Uploads the blobs of `files` and nothing that names them: no config, no manifest, no tag. A [`push`] of the
+/// same bytes with the same options finds them there. Returns the bytes sent.
+pub async fn push_blobs(
+    registry: &dyn Registry,
+    repository: &str,
+    files: &[SourceFile],
+    options: &PushOptions,
+) -> Result<u64, PushError> {
+    let mut entries = folder::Folder::new(files, config::Config::default());
+    push::blobs(registry, repository, &mut entries, options).await
+}
+
 /// Pulls a snapshot into `folder` (which must exist and be empty), sparse, every byte verified.
 pub async fn pull(
     registry: &dyn Registry,

@@ -103,20 +103,21 @@ pub(crate) async fn run(
 ) -> Result<Pushed, PushError> {
     let push = Push::new(registry, repository, tag, options)?;
     push.named().check(entries.snapshot_id()).await?;
-    let mut inflight = FuturesUnordered::new();
-    let mut files = Vec::new();
-    while let Some(head) = alongside(&mut inflight, entries.next()).await? {
-        check_title(&head.name).map_err(PushError::Invalid)?;
-        if files.iter().any(|file: &Filed| file.head.name == head.name) {
-            return Err(PushError::Invalid(format!("{:?} appears twice", head.name)));
-        }
-        files.push(push.file(head, entries, &mut inflight).await?);
-    }
-    while let Some(done) = inflight.next().await {
-        done?;
-    }
+    let files = push.files(entries).await?;
     let facts = entries.facts().await?;
     push.finish(facts, files).await
+}
+
+/// Uploads the entries' blobs, cut as [`run`] cuts them, and nothing that names them. Returns the bytes sent.
+pub(crate) async fn blobs(
+    registry: &dyn Registry,
+    repository: &str,
+    entries: &mut dyn Entries,
+    options: &PushOptions,
+) -> Result<u64, PushError> {
+    let push = Push::new(registry, repository, super::HIBERNATE_TAG, options)?;
+    push.files(entries).await?;
+    Ok(push.sent.load(Ordering::Relaxed))
 }
 
 type Inflight<'a> = FuturesUnordered<BoxFuture<'a, Result<(), PushError>>>;
@@ -225,6 +226,23 @@ impl<'a> Push<'a> {
             )));
         }
         Ok((zstd, chunk))
+    }
+
+    /// Uploads all files' blobs.
+    async fn files(&self, entries: &mut dyn Entries) -> Result<Vec<Filed>, PushError> {
+        let mut inflight = FuturesUnordered::new();
+        let mut files = Vec::new();
+        while let Some(head) = alongside(&mut inflight, entries.next()).await? {
+            check_title(&head.name).map_err(PushError::Invalid)?;
+            if files.iter().any(|file: &Filed| file.head.name == head.name) {
+                return Err(PushError::Invalid(format!("{:?} appears twice", head.name)));
+            }
+            files.push(self.file(head, entries, &mut inflight).await?);
+        }
+        while let Some(done) = inflight.next().await {
+            done?;
+        }
+        Ok(files)
     }
 
     async fn file<'p>(
