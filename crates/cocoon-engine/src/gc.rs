@@ -4,13 +4,24 @@
 //! Entry points: [`all`], [`half_made`]. Whoever owns a VM holds its lock, so a lock that can be had
 //! says that nobody works on it.
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use cocoon_kit::files::Lock;
 
 use crate::{
     error::{Fault, LookupError},
     model::VmState,
     vm::{Shared, tear_down},
 };
+
+/// How long starting a process takes at most, as a rule. All half-made VMs share it, so that a command
+/// beside busy makers is not slow.
+const STARTING: Duration = Duration::from_millis(50);
 
 /// Takes everything that can go; returns one line for each thing that went.
 pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
@@ -38,12 +49,13 @@ pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
 /// others: the next gc tries it again.
 pub(crate) async fn half_made(shared: &Shared) -> Result<Vec<String>, Fault> {
     let mut gone = Vec::new();
+    let until = Instant::now() + STARTING;
     for record in shared.records.list().await? {
         if record.vm.state != VmState::Creating {
             continue;
         }
         let (name, id) = (record.vm.config.name, record.vm.id);
-        match abandoned(shared, &id).await {
+        match abandoned(shared, &id, until).await {
             Ok(true) => gone.push(format!("half-made VM {name} ({id})")),
             Ok(false) => {}
             Err(error) => {
@@ -56,8 +68,8 @@ pub(crate) async fn half_made(shared: &Shared) -> Result<Vec<String>, Fault> {
 }
 
 /// Takes down one half-made VM, unless somebody works on it.
-async fn abandoned(shared: &Shared, id: &str) -> Result<bool, Fault> {
-    let Some(lock) = shared.try_lock(id)? else { return Ok(false) };
+async fn abandoned(shared: &Shared, id: &str, until: Instant) -> Result<bool, Fault> {
+    let Some(lock) = free_lock(shared, id, until).await? else { return Ok(false) };
     // Asked again under the lock: it may have become a VM, or be gone.
     match shared.records.find(id).await {
         Ok(record) if record.vm.state == VmState::Creating => {
@@ -70,6 +82,18 @@ async fn abandoned(shared: &Shared, id: &str) -> Result<bool, Fault> {
         }
         Err(LookupError::Fault(fault)) => Err(fault),
         _ => Ok(false),
+    }
+}
+
+/// The lock of a VM that nobody works on. A process that is being started shares its maker's lock until it
+/// has become QEMU, also when its maker was killed meanwhile, so a lock is tried for a moment.
+async fn free_lock(shared: &Shared, id: &str, until: Instant) -> Result<Option<Lock>, Fault> {
+    loop {
+        let lock = shared.try_lock(id)?;
+        if lock.is_some() || Instant::now() >= until {
+            return Ok(lock);
+        }
+        tokio::time::sleep(Duration::from_millis(3)).await;
     }
 }
 
@@ -116,7 +140,55 @@ pub(crate) fn is_id(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use cocoon_kit::world::RealWorld;
+
     use super::*;
+    use crate::{
+        engine::{EngineConfig, MemoryRecipe},
+        model::VmConfig,
+        records::Record,
+        vm::reserve::blank,
+    };
+
+    async fn shared_in(folder: &Path) -> Shared {
+        let config = EngineConfig {
+            root_dir: folder.join("root"),
+            run_dir: folder.join("run"),
+            log_dir: folder.join("log"),
+            boot_bundle: folder.join("bundle"),
+            network: None,
+            qemu: "qemu".into(),
+            memory: MemoryRecipe::Auto,
+            boot_timeout: Duration::from_secs(1),
+        };
+        Shared::open(config, Arc::new(RealWorld)).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_half_made_vm_goes_once_its_last_helper_has_started_and_not_while_somebody_makes_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let shared = shared_in(folder.path()).await;
+        for (id, held_for, goes) in [
+            ("AAAAAAAAAAAAAAAAAAAAAAAAAA", Duration::ZERO, true),
+            ("BBBBBBBBBBBBBBBBBBBBBBBBBB", Duration::from_millis(15), true),
+            ("CCCCCCCCCCCCCCCCCCCCCCCCCC", Duration::from_secs(1), false),
+        ] {
+            let config = VmConfig { name: format!("vm-{held_for:?}"), ..VmConfig::default() };
+            let record = Record::new(blank(id.into(), config, shared.world.now()));
+            shared.records.reserve(record).await.unwrap();
+            let lock = shared.try_lock(id).unwrap().unwrap();
+            let holder = tokio::spawn(async move {
+                tokio::time::sleep(held_for).await;
+                drop(lock);
+            });
+            let begun = Instant::now();
+            assert_eq!(half_made(&shared).await.unwrap().len(), usize::from(goes), "{held_for:?}");
+            assert!(begun.elapsed() < Duration::from_millis(500), "a busy maker is not waited for");
+            holder.await.unwrap();
+        }
+    }
 
     #[test]
     fn only_names_with_the_form_of_an_id_are_ours() {

@@ -61,7 +61,7 @@ fn a_guest_whose_disk_found_no_space_says_so_and_goes_on_when_there_is_space() {
         let host = Host::with(|config| small = Some(Small::mounted(&config.run_dir))).await;
         let small = small.unwrap();
         host.run("vm-a", 256 * MIB).await;
-        assert!(host.engine.tend().await.unwrap().is_empty());
+        a_console_is_cut(&host).await;
         small.fill(4 * MIB);
         host.sh("vm-a", WRITER).await;
         until("the end of the space", || async {
@@ -91,6 +91,22 @@ fn a_guest_whose_disk_found_no_space_says_so_and_goes_on_when_there_is_space() {
         a_capture_is_not_resumed(&host).await;
         host.engine.remove("vm-a", true).await.unwrap();
     });
+}
+
+/// A console that has grown long is cut by the upkeep, and the guest goes on writing at its end.
+async fn a_console_is_cut(host: &Host) {
+    let vm = host.engine.inspect("vm-a").await.unwrap();
+    let console = host.engine.config().log_dir.join(&vm.id).join("console.log");
+    let mut log = std::fs::File::options().append(true).open(&console).unwrap();
+    std::io::Write::write_all(&mut log, "a line of a console\n".repeat(300_000).as_bytes()).unwrap();
+    assert!(host.engine.tend().await.unwrap().is_empty());
+    assert!(std::fs::metadata(&console).unwrap().len() <= MIB);
+    host.sh("vm-a", "echo the-last-word > /dev/console").await;
+    until("the guest's word", || async {
+        let text = std::fs::read_to_string(&console).unwrap();
+        text.starts_with("a line of a console\n") && text.trim_end().ends_with("the-last-word")
+    })
+    .await;
 }
 
 async fn stopped_and_said_so(host: &Host, small: &Small) {
