@@ -173,6 +173,7 @@ impl Work {
         tokio::join!(
             watch.follow(position, &router, shutdown.clone()),
             poll(&context, &health, shutdown.clone()),
+            upkeep(&context, shutdown.clone()),
             registrar.run(shutdown),
         );
     }
@@ -223,6 +224,24 @@ async fn poll(context: &Arc<Context>, health: &Health, shutdown: CancellationTok
             Ok(Err(error)) => health.note(Some(error.trouble().message)),
             Err(_) => health
                 .note(Some(format!("the engine did not list its VMs within {} s", LIST_LIMIT.as_secs()))),
+        }
+        tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return,
+            () = tokio::time::sleep(context.config.poll) => {}
+        }
+    }
+}
+
+/// The engine's upkeep of running VMs. Apart from the list, so that a hypervisor that does not answer never
+/// makes the engine look dead.
+pub(crate) async fn upkeep(context: &Arc<Context>, shutdown: CancellationToken) {
+    let mut said = None;
+    loop {
+        let trouble = context.ports.vms.tend().await.err().map(|error| error.trouble());
+        if trouble != said {
+            trouble.iter().for_each(|trouble| tracing::warn!(%trouble, "VMs are not kept up"));
+            said = trouble;
         }
         tokio::select! {
             biased;

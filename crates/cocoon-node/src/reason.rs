@@ -71,6 +71,8 @@ pub enum Reason {
     HibernateSnapshotExists,
     /// The capture failed.
     HibernateSnapshotFailed,
+    /// The bulk could not be pushed ahead of the pause; the hibernation goes on without that.
+    HibernatePrepushFailed,
     /// The push failed.
     HibernatePushFailed,
     /// The push was longer than a guest may be paused.

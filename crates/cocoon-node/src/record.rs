@@ -30,6 +30,8 @@ pub enum Phase {
     },
     /// It was seen running.
     Up,
+    /// A hibernation is under way whose push would be long: a live capture's blobs go ahead while the guest runs.
+    Prepushing,
     /// A hibernation is under way.
     Hibernating {
         /// The capture of this round; the guest has not run since.

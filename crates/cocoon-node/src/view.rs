@@ -147,6 +147,7 @@ fn managed(o: &Observation, wish: &Wish) -> View {
     match &record.phase {
         Phase::Creating { .. } => not_up(o, wish, Some(record)),
         Phase::Up | Phase::RollingBack { .. } | Phase::Deleting { .. } => up(o, wish, record),
+        Phase::Prepushing => hibernating(o, wish, record, false),
         Phase::Hibernating { pushed, .. } => hibernating(o, wish, record, pushed.is_some()),
         Phase::Hibernated { .. } => hibernated(o, wish, record),
         Phase::Lost { trouble } => lost(record, trouble),
@@ -184,7 +185,7 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
     let probed = !record.vm_id.is_empty() && o.reach.vm_id == record.vm_id;
     let ip = o.reach.ip.filter(|_| probed);
     // Nobody reaches a guest whose network is off, whatever was probed before.
-    let ready = running && probed && o.reach.ready && o.silence.is_none();
+    let ready = running && probed && o.reach.ready && o.silence.is_none() && o.starved.is_none();
     let vm_id = record.vm_id.clone();
     let ip_text = ip.map_or_else(String::new, |ip| ip.to_string());
     let mut annotations = VmRuntime { vm_id: vm_id.clone(), ip: ip_text, vnc_port: 0 }.changes();
@@ -223,6 +224,9 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
 }
 
 fn not_probed(o: &Observation, wish: &Wish, running: bool) -> Trouble {
+    if let Some(starved) = &o.starved {
+        return starved.clone();
+    }
     if let Some(silence) = &o.silence {
         return silence.trouble(&wish.vm_name);
     }

@@ -110,6 +110,7 @@ fn living() -> Observation {
         came_up: true,
         links_down: false,
         stopped_in_order: false,
+        starved: None,
     };
     Observation {
         wish: Some(read(&[]).unwrap()),

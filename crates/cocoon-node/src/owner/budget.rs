@@ -14,9 +14,9 @@ use super::{
 use crate::reason::Reason;
 
 const MINUTE: Duration = Duration::from_secs(60);
-const ENGINE: [&str; 12] = [
+const ENGINE: [&str; 13] = [
     "inspect", "run", "clone", "start", "remove", "capture", "save", "resume", "snapshot", "drop", "image",
-    "pull",
+    "pull", "size",
 ];
 const PUSH: &str = "push";
 

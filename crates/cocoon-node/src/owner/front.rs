@@ -106,7 +106,7 @@ impl Owner {
             let fixed = Some(wish.ip.parse().ok()?);
             return Some(Target { vm_id: wish.id.clone(), macs: Vec::new(), fixed, port: wish.probe_port });
         }
-        let up = matches!(self.o.record.as_ref()?.phase, Phase::Up);
+        let up = matches!(self.o.record.as_ref()?.phase, Phase::Up | Phase::Prepushing);
         let vm = self.o.vm_there().filter(|vm| up && vm.phase == VmPhase::Running)?;
         let macs = vm.macs.clone();
         Some(Target { vm_id: vm.id.clone(), macs, fixed: None, port: wish.probe_port })

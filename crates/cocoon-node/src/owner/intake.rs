@@ -7,6 +7,7 @@ use crate::{
     owner::{known, newer::asks_otherwise, task::Owner},
     planner::observation::{Cooling, Seen, Silence, Wish},
     ports::VmPhase,
+    reason::{Reason, Trouble},
     wish,
 };
 
@@ -92,6 +93,7 @@ impl Owner {
     /// Remembers what is known of the VM. Notes a guest that has not taken its identity, and says so once and at
     /// each change; when it has, or the VM is another one, the tries and their delays start over.
     pub(super) fn tend_vm(&mut self) {
+        self.note_starved();
         let Seen::Known(vm) = &self.o.vm else { return };
         self.o.last_phase = vm.as_ref().map(|vm| vm.phase);
         let deleting = self.o.wish.as_ref().is_none_or(|wish| wish.deleting || wish.gone);
@@ -108,6 +110,23 @@ impl Owner {
         if said != self.said_silent {
             said.iter().for_each(|trouble| self.tell(Tone::Warning, trouble));
             self.said_silent = said;
+        }
+    }
+
+    /// Notes whether the guest stands still because the host's disk is full, and says when that begins and ends.
+    fn note_starved(&mut self) {
+        let Seen::Known(vm) = &self.o.vm else { return };
+        let running = vm.as_ref().filter(|vm| vm.phase == VmPhase::Running);
+        let (runs, why) = (running.is_some(), running.and_then(|vm| vm.starved.clone()));
+        let starved = why.map(|why| Trouble::new(Reason::DiskFull, why));
+        let before = std::mem::replace(&mut self.o.starved, starved);
+        match (&before, &self.o.starved) {
+            (None, Some(why)) => self.tell(Tone::Warning, why),
+            (Some(_), None) if runs => {
+                let message = format!("there is space again: the guest of VM {} goes on", self.vm_name);
+                self.tell(Tone::Normal, &Trouble::new(Reason::DiskFull, message));
+            }
+            _ => {}
         }
     }
 

@@ -3,6 +3,8 @@
 //! Entry points: [`learn`] for a success, [`doubt`] for a failure. Invariant: whatever a step may have
 //! touched is `Unknown` afterwards unless the step itself gave the authoritative answer.
 
+use std::time::Duration;
+
 use crate::{
     planner::{
         Look, Step,
@@ -23,6 +25,8 @@ pub(super) enum Found {
     Snapshot(Option<SnapshotView>),
     /// What the tag holds.
     Tag(Option<TagView>),
+    /// How long something would take, if that is known.
+    Time(Option<Duration>),
     /// A text: a local image ref, a digest.
     Text(String),
 }
@@ -32,6 +36,8 @@ pub(super) fn learn(o: &mut Observation, step: &Step, found: Found) {
     match (step, found) {
         (Step::Look(Look::Vm), Found::Vm(vm)) => o.vm = Seen::Known(vm),
         (Step::Look(Look::Tag), Found::Tag(tag)) => o.tag = Seen::Known(tag),
+        (Step::Look(_), Found::Time(time)) => o.push_time = Seen::Known(time),
+        (Step::Prepush(_), _) => o.prepushed = true,
         (Step::Look(look), Found::Snapshot(snapshot)) => *place(o, *look) = Seen::Known(snapshot),
         (Step::Run(_) | Step::Clone(_) | Step::Start, Found::Vm(vm)) => {
             o.vm = Seen::Known(vm);
@@ -82,6 +88,7 @@ pub(super) fn doubt(o: &mut Observation, step: &Step) {
         | Step::Resume
         | Step::RemoveVm { .. }
         | Step::Capture { .. }
+        | Step::Prepush(_)
         | Step::LiveSnapshot { .. } => {
             (o.vm, o.captured_now) = (Seen::Unknown, None);
         }
@@ -102,6 +109,7 @@ pub(super) fn unanswered(o: &mut Observation, look: Look, trouble: Trouble) {
         Look::Vm => o.vm = Seen::Failed(trouble),
         Look::Tag => o.tag = Seen::Failed(trouble),
         Look::Fork => o.fork = Seen::Failed(trouble),
+        Look::PushTime => o.push_time = Seen::Failed(trouble),
         Look::Saved | Look::Import | Look::Baseline | Look::Source => {
             *place(o, look) = Seen::Failed(trouble);
         }
@@ -111,7 +119,7 @@ pub(super) fn unanswered(o: &mut Observation, look: Look, trouble: Trouble) {
 /// A retry is due or the wish changed: looks are taken afresh, the VM's and finished work excepted.
 pub(super) fn forget_looks(o: &mut Observation) {
     (o.saved, o.import, o.source) = (Seen::Unknown, Seen::Unknown, Seen::Unknown);
-    (o.tag, o.fork) = (Seen::Unknown, Seen::Unknown);
+    (o.tag, o.fork, o.push_time) = (Seen::Unknown, Seen::Unknown, Seen::Unknown);
     ask_again(o);
 }
 
@@ -136,14 +144,16 @@ fn place(o: &mut Observation, look: Look) -> &mut Seen<Option<SnapshotView>> {
         Look::Import => &mut o.import,
         Look::Baseline => &mut o.baseline,
         Look::Source => &mut o.source,
-        Look::Saved | Look::Vm | Look::Tag | Look::Fork => &mut o.saved,
+        Look::Saved | Look::Vm | Look::Tag | Look::Fork | Look::PushTime => &mut o.saved,
     }
 }
 
 /// Engine calls that a step costs.
 pub(super) const fn engine_calls(step: &Step) -> usize {
     match step {
-        Step::Look(Look::Vm | Look::Saved | Look::Import | Look::Baseline | Look::Source)
+        Step::Look(
+            Look::Vm | Look::Saved | Look::Import | Look::Baseline | Look::Source | Look::PushTime,
+        )
         | Step::EnsureImage
         | Step::Run(_)
         | Step::Clone(_)
@@ -154,7 +164,7 @@ pub(super) const fn engine_calls(step: &Step) -> usize {
         | Step::SaveBaseline
         | Step::PushHibernate(_)
         | Step::PushLatest(_) => 1,
-        Step::PullSource | Step::PullImport { .. } => 2,
+        Step::PullSource | Step::PullImport { .. } | Step::Prepush(_) => 2,
         Step::LiveSnapshot { .. } => 4,
         Step::DropSnapshots(names) => names.len(),
         _ => 0,

@@ -6,6 +6,8 @@
 //! everything else is finished first.
 
 #[cfg(test)]
+mod ahead;
+#[cfg(test)]
 mod budget;
 pub mod directory;
 mod front;
@@ -23,6 +25,8 @@ mod reviewed;
 mod silent;
 #[cfg(test)]
 pub(crate) mod stage;
+#[cfg(test)]
+mod starved;
 #[cfg(test)]
 mod storms;
 mod task;

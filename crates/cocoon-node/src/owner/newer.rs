@@ -33,6 +33,7 @@ pub(super) const fn may_drop(step: &Step) -> bool {
             | Step::PushHibernate(_)
             | Step::PushLatest(_)
             | Step::LiveSnapshot { .. }
+            | Step::Prepush(_)
             | Step::Look(_)
     )
 }
@@ -45,7 +46,7 @@ pub(super) fn superseded(step: &Step, wish: Option<&Wish>) -> bool {
             ending
         }
         Step::Look(Look::Fork) => ending,
-        Step::PushHibernate(_) => ending || wish.is_some_and(|wish| !wish.hibernate),
+        Step::PushHibernate(_) | Step::Prepush(_) => ending || wish.is_some_and(|wish| !wish.hibernate),
         Step::LiveSnapshot { .. } => ending || wish.is_some_and(|wish| wish.hibernate),
         // Not demanded any more, or the tag is not ours to write any more.
         Step::PushLatest(request) => wish.is_some_and(|wish| {

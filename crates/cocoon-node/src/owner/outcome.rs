@@ -63,7 +63,7 @@ impl Owner {
         let rolled_back = matches!(
             (&self.o.record.as_ref().map(|r| &r.phase), &record.phase),
             (
-                Some(Phase::RollingBack { .. } | Phase::Hibernating { .. }),
+                Some(Phase::RollingBack { .. } | Phase::Hibernating { .. } | Phase::Prepushing),
                 Phase::Up | Phase::RollingBack { .. }
             )
         );
@@ -80,10 +80,13 @@ impl Owner {
         self.o.record = Some(record.clone());
         if entered
             && !rolled_back
-            && !matches!(record.phase, Phase::Creating { .. } | Phase::Hibernating { .. })
+            && !matches!(record.phase, Phase::Creating { .. } | Phase::Hibernating { .. } | Phase::Prepushing)
         {
             self.start_over(matches!(record.phase, Phase::Deleting { .. }));
             self.announce(record);
+        }
+        if matches!(record.phase, Phase::Up | Phase::Hibernated { .. }) {
+            self.o.prepushed = false;
         }
         if entered {
             (self.o.dropped, self.o.released) = (false, false);
@@ -175,6 +178,13 @@ impl Owner {
                 known::unanswered(&mut self.o, Look::Tag, trouble);
                 return;
             }
+            Step::Prepush(_) => return self.prepush_skipped(&trouble),
+            // The copy stays until the next live capture; a hibernation does not wait for that.
+            Step::DropSnapshots(_) if self.prepushing() => {
+                tracing::warn!(vm = self.vm_name, %trouble, "the local copy of a live capture stays for now");
+                self.o.dropped = true;
+                return;
+            }
             Step::SaveBaseline => {
                 self.inbox.answer_baseline(&Err(trouble));
                 return;
@@ -182,6 +192,21 @@ impl Owner {
             _ => {}
         }
         self.failed(trouble, step.is_compensation());
+    }
+
+    fn prepushing(&self) -> bool {
+        self.o.record.as_ref().is_some_and(|record| record.phase == Phase::Prepushing)
+    }
+
+    /// The hibernation goes on as if its push were short.
+    fn prepush_skipped(&mut self, why: &Trouble) {
+        let message = format!(
+            "the bulk of VM {} could not be pushed while its guest runs ({}); the guest is paused for all of its \
+             push instead",
+            self.vm_name, why.message
+        );
+        self.tell(Tone::Warning, &Trouble::new(Reason::HibernatePrepushFailed, message));
+        self.o.prepushed = true;
     }
 
     /// A guest that is slow to take its identity is told again, later.

@@ -22,6 +22,9 @@ use crate::{
 const ANSWER_LEAST: Duration = Duration::from_secs(5);
 const ANSWER_MOST: Duration = Duration::from_secs(30);
 
+/// The longest push of a live capture's blobs; nobody waits for it but the hibernation itself.
+const PREPUSH_MOST: Duration = Duration::from_secs(1800);
+
 /// What a step needs to know besides itself.
 #[derive(Debug, Clone)]
 pub(super) struct Scene {
@@ -82,6 +85,7 @@ pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) 
             let saved = ports.vms.save(vm, &fork_baseline_name(vm)).await;
             named(saved.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::ForkSourceUnavailable)
         }
+        Step::Prepush(request) => prepush(context, vm, request).await,
         Step::PushHibernate(request) => push_hibernate(context, scene, request).await,
         Step::PushLatest(request) => {
             let pushed = registry(context)?.push(request.as_ref().clone()).await;
@@ -151,6 +155,7 @@ async fn look_at(context: &Arc<Context>, scene: &Scene, look: Look) -> Result<Fo
             let facts = answered(scene, vm, registry(context)?.facts(vm, tag)).await?;
             return named(facts.map(Found::Tag), Reason::HibernateEvidenceUnavailable);
         }
+        Look::PushTime => return push_time(context, vm).await,
         Look::Fork => return ask_source(context, scene).await,
         Look::Source => return look_at_source(context, scene).await,
         Look::Saved => vm.to_owned(),
@@ -228,6 +233,33 @@ async fn live_snapshot(context: &Arc<Context>, vm: &str, request: &PushRequest) 
         tracing::warn!(vm, error = %error.trouble(), "the local copy of a live snapshot stays until the next");
     }
     named(pushed.map(Found::Text), Reason::RegistryUnavailable)
+}
+
+/// How long the push of a capture would take. Without a measured push that is not known, and not asked.
+async fn push_time(context: &Arc<Context>, vm: &str) -> Result<Found, Trouble> {
+    let Some(rate) = context.ports.registry.as_ref().and_then(|registry| registry.throughput()) else {
+        return Ok(Found::Time(None));
+    };
+    let size = named(context.ports.vms.capture_size(vm).await, Reason::EngineUnavailable)?;
+    Ok(Found::Time(size.map(|size| Duration::from_secs(size / rate.max(1)))))
+}
+
+/// Saves the running guest and pushes that capture's blobs, for as long as that is worth while. The local copy
+/// is dropped by the planner's next step, which a kill does not lose.
+async fn prepush(context: &Arc<Context>, vm: &str, request: &PushRequest) -> Result<Found, Trouble> {
+    let blame = Reason::HibernatePrepushFailed;
+    let saved = named(context.ports.vms.save(vm, &request.snapshot).await, blame)?;
+    let push = registry(context)?.push_blobs(PushRequest { snapshot: saved.id, ..request.clone() });
+    match tokio::time::timeout(PREPUSH_MOST, push).await {
+        Ok(sent) => named(sent, blame).map(|sent| {
+            tracing::info!(vm, sent, "a live capture's blobs went ahead");
+            Found::Done
+        }),
+        Err(_) => {
+            let message = format!("it took longer than {} minutes", PREPUSH_MOST.as_secs() / 60);
+            Err(Trouble::new(blame, message))
+        }
+    }
 }
 
 /// A push while the guest is paused, cut off when the pause becomes too long.

@@ -47,18 +47,31 @@ async fn storm(kill: u32, weather: Weather) -> u32 {
     kill - world.kill_after.unwrap_or_default()
 }
 
-#[tokio::test(start_paused = true)]
-async fn no_storm_replaces_newer_state_by_an_older_capture() {
-    for (failing, unheard) in [(0, 0), (1, 0), (0, 1)] {
-        for crash in [false, true] {
-            for n in 1.. {
-                if storm(n, Weather { failing, unheard, crash }).await < n {
-                    assert!(n > 10, "only {n} effects were cut off");
-                    break;
-                }
+/// A storm at every effect, with guests that live on and with hypervisors that die.
+async fn storms(failing: u32, unheard: u32) {
+    for crash in [false, true] {
+        for n in 1.. {
+            if storm(n, Weather { failing, unheard, crash }).await < n {
+                assert!(n > 10, "only {n} effects were cut off");
+                break;
             }
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_storm_replaces_newer_state_by_an_older_capture() {
+    storms(0, 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn nor_does_one_in_which_a_push_fails() {
+    storms(1, 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn nor_does_one_in_which_the_answer_of_a_push_is_lost() {
+    storms(0, 1).await;
 }
 
 #[tokio::test(start_paused = true)]

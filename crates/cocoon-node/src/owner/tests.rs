@@ -531,7 +531,7 @@ async fn story(kill: Option<u32>) -> (u32, Vec<String>) {
 /// Waits for `check`, restarting the agent when it was killed.
 pub(super) async fn reach(mut stage: Stage, check: impl Fn(&Stage) -> bool) -> Stage {
     for turn in 0..20_000 {
-        let step = Duration::from_millis(if turn < 100 { 50 } else { 1000 });
+        let step = Duration::from_millis(if turn < 20 { 50 } else { 1000 });
         if check(&stage) {
             return stage;
         }

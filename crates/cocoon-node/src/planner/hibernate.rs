@@ -7,7 +7,7 @@ use crate::{
     planner::{
         ASK_AGAIN, Look, Step, create, either, need, note,
         observation::{Observation, Seen, Wish},
-        published_first, refuse_baseline, up,
+        prepush, published_first, refuse_baseline, up,
     },
     ports::{Guard, PushRequest, VmPhase},
     reason::{Reason, Trouble},
@@ -43,7 +43,7 @@ fn try_hibernating(
     }
 }
 
-const fn fresh_round() -> Phase {
+pub(super) const fn fresh_round() -> Phase {
     Phase::Hibernating { captured: None, pushed: None, paused_at: None }
 }
 
@@ -65,7 +65,8 @@ fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>
     if !wish.hibernate {
         return note(record, Phase::Up);
     }
-    Step::Capture { blame: Reason::HibernateSnapshotFailed }
+    let capture = Step::Capture { blame: Reason::HibernateSnapshotFailed };
+    prepush::first(o, record).unwrap_or(capture)
 }
 
 fn paused(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>) -> Result<Step, Step> {

@@ -14,6 +14,7 @@ mod create;
 mod delete;
 mod hibernate;
 pub mod observation;
+mod prepush;
 #[cfg(test)]
 mod tests;
 mod up;
@@ -33,6 +34,9 @@ pub const PUBLISH_WAIT: Duration = Duration::from_secs(10);
 pub const RESTART_COOLDOWN: Duration = Duration::from_secs(30);
 /// The longest pause of a guest by a hibernation, unless the configuration says otherwise.
 pub const PAUSE_LIMIT: Duration = Duration::from_secs(120);
+
+/// A push that is estimated to take longer than this is begun while the guest runs.
+pub const LONG_PUSH: Duration = Duration::from_secs(20);
 
 /// How long until what gave no answer is asked again, where only a wait is called for.
 pub const ASK_AGAIN: Duration = Duration::from_secs(10);
@@ -54,6 +58,8 @@ pub enum Look {
     Tag,
     /// The fork source's baseline, by asking its owner.
     Fork,
+    /// How long the push of a capture would take, by the last push.
+    PushTime,
 }
 
 /// The one next step.
@@ -96,6 +102,8 @@ pub enum Step {
         /// The word for a failure.
         blame: Reason,
     },
+    /// Save the running guest and push that capture's blobs ahead. Never fails a hibernation.
+    Prepush(Box<PushRequest>),
     /// Push to `:hibernate`; the owner cuts it off at the pause limit.
     PushHibernate(Box<PushRequest>),
     /// Push to `:latest`.
@@ -174,6 +182,7 @@ fn decide(o: &Observation) -> Step {
     match &record.phase {
         Phase::Creating { restore } => create::creating(o, wish, record, restore.as_ref()),
         Phase::Up => up::plan(o, wish, record),
+        Phase::Prepushing => prepush::plan(o, wish, record),
         Phase::Hibernating { .. } => hibernate::hibernating(o, wish, record),
         Phase::RollingBack { pushed, paused_at } => hibernate::rolling_back(o, record, pushed, *paused_at),
         Phase::Hibernated { saved } => hibernate::hibernated(o, wish, record, saved),

@@ -211,6 +211,8 @@ pub struct Observation {
     pub vm: Seen<Option<VmView>>,
     /// Its phase when it was known last: what the pod goes on showing while it is asked for again.
     pub last_phase: Option<VmPhase>,
+    /// Its guest stands still because the host's disk is full, as far as is known.
+    pub starved: Option<Trouble>,
     /// Local snapshot `<vm>`.
     pub saved: Seen<Option<SnapshotView>>,
     /// Local snapshot `<vm>-hibernate-import`.
@@ -223,6 +225,10 @@ pub struct Observation {
     pub tag: Seen<Option<TagView>>,
     /// The fork source's answer: the baseline to clone.
     pub fork: Seen<SnapshotView>,
+    /// How long the push of a capture would take; `None`: nobody knows.
+    pub push_time: Seen<Option<Duration>>,
+    /// This process pushed a live capture's blobs ahead of this hibernation, or tried to.
+    pub prepushed: bool,
     /// The image is local, under this ref.
     pub image: Seen<String>,
     /// This process made this capture, and the guest has not run since.

@@ -60,6 +60,11 @@ pub(crate) struct World {
     /// Calls that take their time.
     pub(crate) slow: BTreeMap<String, Duration>,
     pub(crate) disk_used: u64,
+    /// Bytes a second of the last push, and bytes of a capture.
+    pub(crate) throughput: Option<u64>,
+    pub(crate) capture_size: u64,
+    /// States whose blobs went ahead.
+    pub(crate) ahead: Vec<u64>,
     /// Guests of clones do not take their identity.
     pub(crate) mute: bool,
     /// A start succeeds and changes nothing about that.
@@ -173,6 +178,7 @@ impl Fake {
             came_up: true,
             links_down: false,
             stopped_in_order: false,
+            starved: None,
         };
         world.vms.insert(name.to_owned(), Machine { view: view.clone(), state, frozen: false });
         Ok(view)
@@ -310,6 +316,15 @@ impl Vms for Fake {
         Ok(())
     }
 
+    async fn tend(&self) -> PortResult<()> {
+        self.begin("tend", "")
+    }
+
+    async fn capture_size(&self, vm: &str) -> PortResult<Option<u64>> {
+        self.begin("size", vm)?;
+        Ok(Some(self.world().capture_size))
+    }
+
     async fn disk_used(&self) -> PortResult<u64> {
         self.begin("disk", "")?;
         Ok(self.world().disk_used)
@@ -403,6 +418,24 @@ impl Registry for Fake {
             ));
         }
         Ok(digest)
+    }
+
+    async fn push_blobs(&self, request: PushRequest) -> PortResult<u64> {
+        self.begin("blobs", &request.snapshot)?;
+        self.slowly("blobs").await;
+        {
+            let mut world = self.world();
+            let found = world.snapshots.values().find(|held| held.id == request.snapshot).cloned();
+            let gone = || PortError::new(Reason::SnapshotNotFound, "no such snapshot");
+            let state = found.ok_or_else(gone)?.state;
+            world.ahead.push(state);
+        }
+        self.done().await;
+        Ok(1)
+    }
+
+    fn throughput(&self) -> Option<u64> {
+        self.world().throughput
     }
 
     async fn pull(&self, repository: &str, reference: &str, name: &str) -> PortResult<SnapshotView> {

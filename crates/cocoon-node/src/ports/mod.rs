@@ -108,6 +108,8 @@ pub struct VmView {
     pub links_down: bool,
     /// Somebody had it stopped, and it did; a process that ended by itself is not that.
     pub stopped_in_order: bool,
+    /// Its guest stands still because the file system of its disk is full: the engine's sentence about that.
+    pub starved: Option<String>,
 }
 
 /// What `run` needs.
@@ -211,6 +213,17 @@ pub trait Vms: Send + Sync + fmt::Debug {
     async fn save(&self, vm: &str, name: &str) -> PortResult<SnapshotView>;
     /// Lets a paused guest go on.
     async fn resume(&self, vm: &str) -> PortResult<()>;
+    /// The upkeep of running VMs, about once a second: logs are cut, guests that stood still for want of space go
+    /// on. What has none does nothing.
+    async fn tend(&self) -> PortResult<()> {
+        Ok(())
+    }
+    /// Bytes that a capture of the VM would have, about: memory that its guest touched, and its writable disks.
+    /// `None`: not known.
+    async fn capture_size(&self, vm: &str) -> PortResult<Option<u64>> {
+        let _ = vm;
+        Ok(None)
+    }
     /// Bytes of the data file system that the VMs' own writable disks take now. What cannot tell says none.
     async fn disk_used(&self) -> PortResult<u64> {
         Ok(0)
@@ -258,6 +271,17 @@ pub trait Registry: Send + Sync + fmt::Debug {
     async fn facts(&self, repository: &str, tag: &str) -> PortResult<Option<TagView>>;
     /// Pushes a local snapshot; returns the manifest digest.
     async fn push(&self, request: PushRequest) -> PortResult<String>;
+    /// Pushes a local snapshot's blobs and nothing that names them; the request's tag is left alone. Returns
+    /// the bytes sent. What cannot do so does nothing.
+    async fn push_blobs(&self, request: PushRequest) -> PortResult<u64> {
+        let _ = request;
+        Ok(0)
+    }
+    /// Bytes of snapshots a second that the last measured push of this process got through; `None`: none was
+    /// measured.
+    fn throughput(&self) -> Option<u64> {
+        None
+    }
     /// Pulls a tag or digest as the local snapshot `name`.
     async fn pull(&self, repository: &str, reference: &str, name: &str) -> PortResult<SnapshotView>;
     /// Empties `tag` if it still holds `digest`; not there is success.

@@ -304,6 +304,62 @@ fn a_hibernation() {
 }
 
 #[test]
+fn a_live_capture_goes_ahead_of_a_long_push() {
+    let o = |record: Option<OwnerRecord>, phase: VmPhase, seconds: Option<u64>| {
+        let push_time = Seen::Known(seconds.map(Duration::from_secs));
+        let o = Observation { record, vm: vm(phase), push_time, ..living() };
+        wishing(o, |wish| wish.hibernate = true)
+    };
+    let before = |seconds| o(hibernating(None, None), VmPhase::Running, seconds);
+    let ahead = |phase| o(at(Phase::Prepushing), phase, Some(21));
+    let unwished = |o: Observation| wishing(o, |wish| wish.hibernate = false);
+    let dropped = |o: Observation| Observation { dropped: true, ..o };
+    let done = |o: Observation| Observation { prepushed: true, ..o };
+    let drop_live = format!("drop {LIVE}");
+    use VmPhase::{Paused, Running, Stopped};
+    check(vec![
+        ("it is asked how long", Observation { push_time: Seen::Unknown, ..before(None) }, "look PushTime"),
+        ("not known is not long", before(None), "capture"),
+        ("20 s are not long", before(Some(20)), "capture"),
+        ("more is", before(Some(21)), "note prepushing"),
+        ("not without a registry", Observation { registry: false, ..before(Some(21)) }, "capture"),
+        (
+            "no answer is not long",
+            Observation { push_time: Seen::Failed(trouble(Reason::EngineUnavailable)), ..before(None) },
+            "capture",
+        ),
+        ("once in a hibernation", done(before(Some(21))), "capture"),
+        ("it goes", ahead(Running), "prepush"),
+        ("its copy goes", done(ahead(Running)), &drop_live),
+        ("then the guest is captured", dropped(done(ahead(Running))), "note hibernating - -"),
+        ("called off, its copy goes", unwished(ahead(Running)), &drop_live),
+        ("and the guest goes on", dropped(unwished(ahead(Running))), "note up"),
+        ("a save that was cut off leaves no guest frozen", ahead(Paused), "resume"),
+        (
+            "after a restart nobody knows, so only its copy goes",
+            o(at(Phase::Prepushing), Running, None),
+            &drop_live,
+        ),
+        (
+            "and the guest is captured as usual",
+            dropped(o(at(Phase::Prepushing), Running, None)),
+            "note hibernating - -",
+        ),
+        ("a process that died is started as ever", dropped(ahead(Stopped)), "note up"),
+        (
+            "a VM that vanished is a loss",
+            Observation { vm: Seen::Known(None), ..dropped(ahead(Running)) },
+            "note lost VMGone",
+        ),
+        (
+            "a delete begins as of a VM that is up",
+            wishing(ahead(Running), |wish| wish.deleting = true),
+            "note deleting live=true keep=- captured=- pushed=false outrun=",
+        ),
+    ]);
+}
+
+#[test]
 fn a_rollback_and_a_hibernated_pod() {
     let back = |phase| Observation {
         record: at(Phase::RollingBack { pushed: saved("S"), paused_at: Some(now()) }),

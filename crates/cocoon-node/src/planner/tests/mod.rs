@@ -66,6 +66,7 @@ fn vm(phase: VmPhase) -> Seen<Option<VmView>> {
         came_up: true,
         links_down: false,
         stopped_in_order: false,
+        starved: None,
     }))
 }
 
@@ -105,6 +106,7 @@ fn blank() -> Observation {
         source: Seen::Known(None),
         tag: Seen::Known(None),
         image: Seen::Known("demo:latest".into()),
+        push_time: Seen::Known(None),
         published: true,
         now: now(),
         ..Observation::default()
@@ -152,6 +154,7 @@ fn word(step: &Step) -> String {
                 if record.strays.is_empty() { "" } else { " strays " },
                 record.strays.join(",")
             ),
+            Phase::Prepushing => "note prepushing".into(),
             Phase::RollingBack { .. } => "note rolling back".into(),
             Phase::Hibernated { saved } => format!("note hibernated {}", saved.snapshot),
             Phase::Lost { trouble } => format!("note lost {}", trouble.reason),

@@ -91,6 +91,24 @@ impl Vms for EnginePort {
         self.engine.resume(vm).await.map_err(|error| change(format!("resuming VM {vm}"), error))
     }
 
+    async fn tend(&self) -> PortResult<()> {
+        let done = self.engine.tend().await;
+        done.map(drop).map_err(|error| lookup("the upkeep of VMs", error.into()))
+    }
+
+    async fn capture_size(&self, vm: &str) -> PortResult<Option<u64>> {
+        let found = match self.engine.inspect(vm).await {
+            Ok(found) if found.pid != 0 => found,
+            Ok(_) | Err(LookupError::VmNotFound(_)) => return Ok(None),
+            Err(error) => return Err(lookup(&format!("inspecting VM {vm}"), error)),
+        };
+        let disks = found.storage_configs.into_iter().filter(|disk| !disk.ro);
+        let paths: Vec<PathBuf> = disks.map(|disk| disk.path.into()).collect();
+        let pid = found.pid;
+        let sum = move || Some(memory_of(pid)?.saturating_add(allocated(&paths)));
+        Ok(tokio::task::spawn_blocking(sum).await.unwrap_or_default())
+    }
+
     async fn disk_used(&self) -> PortResult<u64> {
         let vms = self.engine.list().await.map_err(|error| lookup("listing VMs", error))?;
         let disks = vms.into_iter().flat_map(|vm| vm.storage_configs).filter(|disk| !disk.ro);
@@ -127,10 +145,20 @@ impl Snapshots for EnginePort {
 }
 
 /// Bytes that files really take; a file that is gone takes none.
-fn allocated(paths: &[PathBuf]) -> u64 {
+pub(super) fn allocated(paths: &[PathBuf]) -> u64 {
     const BLOCK: u64 = 512;
     let blocks = |path: &PathBuf| std::fs::metadata(path).map_or(0, |facts| facts.blocks());
     paths.iter().map(blocks).sum::<u64>().saturating_mul(BLOCK)
+}
+
+/// Bytes of memory that a process touched, in use or swapped out. The hypervisor's own are among them.
+fn memory_of(pid: u32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let kib = |key: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    Some(kib("VmRSS:")?.saturating_add(kib("VmSwap:").unwrap_or(0)).saturating_mul(1024))
 }
 
 fn vm_view(vm: Vm) -> VmView {
@@ -141,6 +169,8 @@ fn vm_view(vm: Vm) -> VmView {
         (VmState::Created | VmState::Stopped | VmState::Error | VmState::Stale, _) => VmPhase::Stopped,
     };
     let stopped_in_order = vm.state == VmState::Stopped;
+    // The last warning is the one about it.
+    let starved = vm.disk_full.then(|| vm.warnings.last().cloned().unwrap_or_default());
     VmView {
         id: vm.id,
         name: vm.config.name,
@@ -151,6 +181,7 @@ fn vm_view(vm: Vm) -> VmView {
         came_up: vm.first_booted,
         links_down: vm.links_down,
         stopped_in_order,
+        starved,
     }
 }
 
@@ -214,6 +245,12 @@ pub(super) fn is_disk_full(error: &(dyn std::error::Error + 'static)) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_has_memory_and_one_that_is_gone_has_none_to_tell() {
+        assert!(memory_of(std::process::id()).is_some_and(|bytes| bytes > 1 << 20));
+        assert_eq!(memory_of(u32::MAX), None);
+    }
 
     #[test]
     fn a_disk_counts_with_what_it_takes_not_with_its_size() {

@@ -1,6 +1,13 @@
 //! Snapshot artifacts: from the engine's store into a registry and back.
 
-use std::sync::Arc;
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use async_trait::async_trait;
 use cocoon_engine::{engine::Engine, error::LookupError};
@@ -12,7 +19,7 @@ use cocoon_oci::{
 use crate::{
     ports::{
         Guard, PortError, PortResult, PushRequest, Registry, SnapshotView, TagView,
-        real::engine::{change, is_disk_full, lookup, snapshot_view},
+        real::engine::{allocated, change, is_disk_full, lookup, snapshot_view},
     },
     reason::Reason,
 };
@@ -22,13 +29,29 @@ use crate::{
 pub struct ArtifactRegistry {
     engine: Engine,
     store: Arc<dyn Store>,
+    /// Bytes of snapshots a second of the last push that was long enough to be measured; 0 is none.
+    throughput: Arc<AtomicU64>,
+}
+
+/// What a push must have sent for its time to say anything.
+const MEASURABLE: u64 = 8 << 20;
+
+/// Bytes of a snapshot that a push got through in a second. Blobs that were there already cost nothing and count
+/// for nothing: of `raw` bytes only the part is taken that was sent, of all that is stored.
+fn throughput(raw: u64, sent: u64, total: u64, took: Duration) -> Option<u64> {
+    if sent < MEASURABLE || total == 0 {
+        return None;
+    }
+    let through = u128::from(raw) * u128::from(sent.min(total)) / u128::from(total);
+    let rate = through.saturating_mul(1000) / took.as_millis().max(1);
+    Some(u64::try_from(rate).unwrap_or(u64::MAX).max(1))
 }
 
 impl ArtifactRegistry {
     /// Snapshots of `engine` in `store`.
     #[must_use]
     pub fn new(engine: Engine, store: Arc<dyn Store>) -> Self {
-        Self { engine, store }
+        Self { engine, store, throughput: Arc::default() }
     }
 
     async fn source(&self, name: &str) -> PortResult<(Envelope, Vec<SourceFile>)> {
@@ -61,9 +84,15 @@ impl Registry for ArtifactRegistry {
             Guard::AbsentOr(digests) => TagGuard::AbsentOr(digests),
         };
         let options = PushOptions { annotations, base_image, tag_guard, ..PushOptions::default() };
+        let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
+        let raw = tokio::task::spawn_blocking(move || allocated(&paths)).await.unwrap_or_default();
+        let begun = Instant::now();
         let pushed =
             snapshot::push(self.store.as_ref(), &repository, &tag, &envelope, &files, &options).await;
         let pushed = pushed.map_err(|error| push(&format!("pushing {repository}:{tag}"), error))?;
+        if let Some(rate) = throughput(raw, pushed.sent, pushed.total, begun.elapsed()) {
+            self.throughput.store(rate, Ordering::Relaxed);
+        }
         tracing::info!(
             repository,
             tag,
@@ -73,6 +102,17 @@ impl Registry for ArtifactRegistry {
             "pushed"
         );
         Ok(pushed.digest)
+    }
+
+    async fn push_blobs(&self, request: PushRequest) -> PortResult<u64> {
+        let (_, files) = self.source(&request.snapshot).await?;
+        let options = PushOptions::default();
+        let sent = snapshot::push_blobs(self.store.as_ref(), &request.repository, &files, &options).await;
+        sent.map_err(|error| push(&format!("pushing blobs of {} ahead", request.repository), error))
+    }
+
+    fn throughput(&self) -> Option<u64> {
+        Some(self.throughput.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
     }
 
     async fn pull(&self, repository: &str, reference: &str, name: &str) -> PortResult<SnapshotView> {
@@ -120,4 +160,24 @@ fn push(what: &str, error: PushError) -> PortError {
         _ => Reason::RegistryUnavailable,
     };
     PortError::caused(reason, what, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn throughput_counts_what_was_sent_and_says_nothing_of_a_small_push() {
+        let second = Duration::from_secs(1);
+        for (raw, sent, total, took, expected) in [
+            (1 << 30, 256 << 20, 256 << 20, second, Some(1 << 30)),
+            (1 << 30, 64 << 20, 256 << 20, second, Some(256 << 20)),
+            (1 << 30, 256 << 20, 256 << 20, 10 * second, Some((1 << 30) / 10)),
+            (1 << 30, 1 << 20, 256 << 20, second, None),
+            (1 << 30, 256 << 20, 0, second, None),
+            (u64::MAX, 256 << 20, 256 << 20, Duration::ZERO, Some(u64::MAX)),
+        ] {
+            assert_eq!(throughput(raw, sent, total, took), expected, "{raw} {sent} {total} {took:?}");
+        }
+    }
 }
