@@ -3,10 +3,7 @@
 //! Entry point: [`check`]. Reads the table under "## Crates" and `cargo metadata`; an arrow that the
 //! table does not have, or a crate that it does not name, is a failure. Dev-dependencies do not count.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    process::Command,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, bail, ensure};
 use serde_json::Value;
@@ -67,9 +64,7 @@ fn allowed(cell: &str, all: &BTreeSet<String>) -> BTreeSet<String> {
 }
 
 fn built() -> anyhow::Result<Graph> {
-    let output = Command::new(cargo())
-        .current_dir(root())
-        .args(["metadata", "--no-deps", "--format-version", "1", "--offline"])
+    let output = cargo(&["metadata", "--no-deps", "--format-version", "1", "--offline"])
         .output()
         .context("cargo metadata")?;
     ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));

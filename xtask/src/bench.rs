@@ -26,7 +26,7 @@ pub fn run(name: Option<&str>) -> anyhow::Result<()> {
     let built = build::everything()?;
     // Both packages: so that dependencies have the features that they have in `cocoon`, and are there already.
     let build = ["build", "--release", "--quiet", "-p", "cocoon", "-p", "cocoon-checks", "--bin", "bench"];
-    host::shown(Command::new(build::cargo()).current_dir(root()).args(build))?;
+    host::shown(&mut build::cargo(&build))?;
     let out = root().join("target/bench");
     std::fs::create_dir_all(&out)?;
     host::shown(

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use crate::bundle::checked;
+use crate::{build, bundle::checked};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const AGENT: &str = "cocoon-guest-agent";
@@ -19,13 +19,13 @@ const SHIM: &str = "libcocoon_shim.so";
 
 /// Builds both. Returns the folder that holds them.
 pub fn run() -> Result<PathBuf> {
-    let root = &crate::root();
+    let root = crate::root();
     let embed = root.join("target/embed");
     let target = root.join("target/guest");
     fs::create_dir_all(&embed)?;
     eprintln!("embed: building {AGENT}");
     checked(
-        cargo(root, &target)
+        cargo(&target)
             .args(["-p", "cocoon-guest", "--bin", AGENT, "--target", TARGET])
             .env("RUSTFLAGS", "-C target-feature=+crt-static"),
     )?;
@@ -35,16 +35,16 @@ pub fn run() -> Result<PathBuf> {
     put(&stripped, &embed.join(AGENT))?;
 
     eprintln!("embed: building {SHIM}");
-    checked(cargo(root, &target).args(["-p", "cocoon-shim"]).env_remove("RUSTFLAGS"))?;
+    checked(cargo(&target).args(["-p", "cocoon-shim"]).env_remove("RUSTFLAGS"))?;
     let stripped = target.join("shim.stripped");
     checked(Command::new("strip").arg("-o").arg(&stripped).arg(target.join("release").join(SHIM)))?;
     put(&stripped, &embed.join(SHIM))?;
     Ok(embed)
 }
 
-fn cargo(root: &Path, target: &Path) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(["build", "--quiet", "--release", "--target-dir"]).arg(target).current_dir(root);
+fn cargo(target: &Path) -> Command {
+    let mut command = build::cargo(&["build", "--quiet", "--release", "--target-dir"]);
+    command.arg(target);
     command
 }
 

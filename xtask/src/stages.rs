@@ -12,7 +12,11 @@ use std::{
 use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 
-use crate::{arrows, build, host, root};
+use crate::{
+    arrows,
+    build::{self, cargo},
+    host, root,
+};
 
 /// What the test command takes.
 #[derive(Debug, Args)]
@@ -84,12 +88,6 @@ fn names() -> String {
     STAGES.iter().map(|stage| stage.name).collect::<Vec<_>>().join(", ")
 }
 
-fn cargo(arguments: &[&str]) -> Command {
-    let mut command = Command::new(build::cargo());
-    command.current_dir(root()).args(arguments);
-    command
-}
-
 fn format() -> anyhow::Result<()> {
     host::shown(&mut cargo(&["fmt", "--all", "--check"]))
 }
@@ -150,16 +148,21 @@ fn release() -> anyhow::Result<()> {
     build::everything().map(drop)
 }
 
+/// Test programs with real guests, by package.
+const GUEST_TESTS: [(&str, &[&str]); 2] =
+    [("cocoon-engine", &["guests", "kills", "full_disk", "slow_disk"]), ("cocoon", &["guests"])];
+
 fn guests() -> anyhow::Result<()> {
     ensure!(
         host::is_root(),
         "the tests with guests need root; type: sudo env \"PATH=$PATH\" cargo xtask test"
     );
     let built = build::everything()?;
-    for package in ["cocoon-engine", "cocoon"] {
-        let tests = ["test", "-p", package, "--test", "guests", "--", "--test-threads=1"];
+    for (package, tests) in GUEST_TESTS {
+        let mut command = cargo(&["test", "-p", package]);
+        command.args(tests.iter().flat_map(|test| ["--test", test])).args(["--", "--test-threads=1"]);
         // The binary under test is the one that was just built: cargo inside a test would look again.
-        host::shown(cargo(&tests).env("COCOON_BIN", &built.cocoon))?;
+        host::shown(command.env("COCOON_BIN", &built.cocoon))?;
     }
     Ok(())
 }
