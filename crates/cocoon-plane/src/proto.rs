@@ -133,6 +133,22 @@ const RESOURCE: Message = &[
 const NON_RESOURCE: Message = &[(1, "path", Text), (2, "verb", Text)];
 const ANSWER: Message =
     &[(1, "allowed", Bool), (2, "reason", Text), (3, "evaluationError", Text), (4, "denied", Bool)];
+const MY_RULES: Message = &[
+    (1, "metadata", One(META)),
+    (2, "spec", One(&[(1, "namespace", Text)])),
+    (
+        3,
+        "status",
+        One(&[
+            (1, "resourceRules", Many(RULE)),
+            (2, "nonResourceRules", Many(&[(1, "verbs", Texts), (2, "nonResourceURLs", Texts)])),
+            (3, "incomplete", Bool),
+            (4, "evaluationError", Text),
+        ]),
+    ),
+];
+const RULE: Message =
+    &[(1, "verbs", Texts), (2, "apiGroups", Texts), (3, "resources", Texts), (4, "resourceNames", Texts)];
 const MY_ACCESS: Message = &[
     (1, "metadata", One(META)),
     (
@@ -155,6 +171,7 @@ fn message(kind: &str) -> Option<Message> {
         "Lease" => LEASE,
         "SelfSubjectReview" => MYSELF,
         "SelfSubjectAccessReview" => MY_ACCESS,
+        "SelfSubjectRulesReview" => MY_RULES,
         _ => return None,
     })
 }
@@ -331,6 +348,17 @@ mod tests {
     fn envelope(version: &str, kind: &str, raw: &[u8]) -> Vec<u8> {
         let meta = [field(1, version.as_bytes()), field(2, kind.as_bytes())].concat();
         [MAGIC.to_vec(), field(1, &meta), field(2, raw), field(3, b""), field(4, b"")].concat()
+    }
+
+    #[test]
+    fn what_kubectl_auth_asks_is_read() {
+        for kind in ["SelfSubjectReview", "SelfSubjectAccessReview", "SelfSubjectRulesReview"] {
+            assert!(message(kind).is_some(), "{kind}");
+        }
+        // As `kubectl auth can-i --list` sends it: an empty answer goes along.
+        let raw = [field(1, b""), field(2, &field(1, b"default")), field(3, &[3 << 3, 0])].concat();
+        let value = decode(&envelope("authorization.k8s.io/v1", "SelfSubjectRulesReview", &raw)).unwrap();
+        assert_eq!(value["spec"], json!({ "namespace": "default" }));
     }
 
     #[test]
