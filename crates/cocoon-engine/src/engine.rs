@@ -188,7 +188,8 @@ impl Engine {
         capture::let_go_by_name(&self.shared, vm).await
     }
 
-    /// An open channel to the guest agent. `agent_port` is true for the holder of `agent.lock` (the node
+    /// An open channel to the guest agent; [`ChangeError::DiskFull`] at once for a guest that stands still for
+    /// want of space. `agent_port` is true for the holder of `agent.lock` (the node
     /// agent), else a free port for one CLI call is claimed.
     pub async fn guest(&self, vm: &str, agent_port: bool, limit: Duration) -> Result<GuestPort, ChangeError> {
         let record = self.shared.records.find(vm).await?;
@@ -196,6 +197,7 @@ impl Engine {
         if record.vm.state != VmState::Running || self.shared.process_of(&record).is_none() {
             return Err(ChangeError::NotRunning(name));
         }
+        tend::no_space(&self.shared, &record).await?;
         let open = guest::open(&self.shared.run_folder(&record.vm.id), agent_port, limit).await;
         let open = open.map_err(|error| Fault::new(format!("guest of VM {name}"), error))?;
         Ok(GuestPort { channel: open.channel, _lock: open.lock })

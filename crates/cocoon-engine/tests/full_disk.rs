@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cocoon_engine::{engine::MemoryRecipe, model::VmState};
+use cocoon_engine::{engine::MemoryRecipe, error::ChangeError, model::VmState};
 use support::{Host, MIB, on_a_fresh_host, until};
 
 /// Numbered pieces, more than the host's disk will take, and then what came of it.
@@ -119,6 +119,9 @@ async fn stopped_and_said_so(host: &Host, small: &Small) {
     assert_eq!(host.engine.list().await.unwrap()[0].warnings, vm.warnings);
     let shown = serde_json::to_value(&vm).unwrap();
     assert_eq!((&shown["state"], &shown["disk_full"]), (&"running".into(), &true.into()));
+    // Who wants something of the guest is told why it does not answer, and need not wait for that.
+    let asked = host.engine.guest("vm-a", false, Duration::from_secs(30)).await.map(drop).unwrap_err();
+    assert!(matches!(asked, ChangeError::DiskFull { .. }), "{}", support::chain(&asked));
     // Asked to, it tries again at once, and the truth stays the truth.
     host.engine.start("vm-a").await.unwrap();
     until("the next stop", || async {

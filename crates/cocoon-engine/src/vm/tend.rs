@@ -21,7 +21,7 @@ use tokio::{task::JoinSet, time::timeout};
 
 use super::{Shared, blocking, guest};
 use crate::{
-    error::{Fault, LookupError},
+    error::{ChangeError, Fault, LookupError},
     model::VmState,
     paths::{LogFolder, RunFolder},
     process::Process,
@@ -89,11 +89,33 @@ impl Watch {
         self.seen().get(id).copied().filter(|seen| seen.process == process)
     }
 
+    /// QEMU gave no answer: what was seen before stands, and it is not asked again at once.
+    fn silent(&self, id: &str, process: Process) {
+        let before = self.of(id, process);
+        let starved = before.is_some_and(|seen| seen.starved);
+        let tries = before.map(|seen| seen.tries).unwrap_or_default();
+        let seen = Seen { process, at: Instant::now(), starved, uneasy: false, tries };
+        self.seen().insert(id.to_owned(), seen);
+    }
+
     /// Whether the guest in this process was last seen stopped for want of space.
     #[must_use]
     pub(crate) fn starved(&self, id: &str, process: Process) -> bool {
         self.of(id, process).is_some_and(|seen| seen.starved)
     }
+}
+
+/// The error of whoever needs a guest that stands still for want of space.
+pub(crate) async fn no_space(shared: &Arc<Shared>, record: &Record) -> Result<(), ChangeError> {
+    glance(shared, std::slice::from_ref(record)).await?;
+    let process = shared.process_of(record).filter(|process| shared.watch.starved(&record.vm.id, *process));
+    if process.is_none() || record.vm.paused {
+        return Ok(());
+    }
+    let folder = shared.run_folder(&record.vm.id).0;
+    let at = folder.clone();
+    let free = blocking("file system of a VM", move || free(&at)).await?;
+    Err(ChangeError::DiskFull { folder: folder.display().to_string(), needed: ROOM, free })
 }
 
 /// What a guest needs.
@@ -216,14 +238,13 @@ async fn look(shared: &Shared, vm: Running, may_go_on: bool) -> Option<String> {
         _ => return None,
     };
     let run = shared.run_folder(id);
-    match timeout(ANSWER, question(shared, &run, &record, vm.free, may_go_on)).await {
-        Ok(Ok(line)) => line,
-        Ok(Err(error)) => {
-            tracing::debug!(vm = %record.vm.config.name, %error, "QEMU did not say what its guest does");
-            None
-        }
-        Err(_) => None,
+    let asked = timeout(ANSWER, question(shared, &run, &record, vm.free, may_go_on)).await;
+    if let Ok(Ok(line)) = asked {
+        return line;
     }
+    tracing::debug!(vm = %record.vm.config.name, answer = ?asked, "QEMU did not say what its guest does");
+    shared.watch.silent(id, vm.process);
+    None
 }
 
 /// Asks one QEMU, notes the answer, and acts on it. The caller has the VM's lock.
@@ -368,6 +389,14 @@ mod tests {
         watch.seen().insert("A".into(), seen);
         assert!(watch.starved("A", PROCESS));
         assert!(!watch.starved("A", Process { start: 4, ..PROCESS }) && !watch.starved("B", PROCESS));
+        watch.silent("A", PROCESS);
+        watch.silent("B", PROCESS);
+        assert!(watch.starved("A", PROCESS) && !watch.starved("B", PROCESS), "no answer says nothing new");
+        let later = Instant::now() + CALM / 2;
+        assert!(
+            !is_due(watch.of("B", PROCESS), LOW, later),
+            "who does not answer is left in peace for a while"
+        );
     }
 
     #[test]
