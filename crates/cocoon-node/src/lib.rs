@@ -6,6 +6,7 @@
 //! - [`record`]: the durable owner record, one a VM name;
 //! - [`planner`]: the lifecycle as a pure function, observation → one step;
 //! - [`wish`], [`sizes`]: from a pod to what it asks for (pure);
+//! - [`oddities`]: annotations that mean nothing (pure);
 //! - [`view`], [`status`]: from an observation to what the pod shows (pure);
 //! - [`owner`]: one task a VM name, the only place that acts on that VM;
 //! - [`pods`]: list, watch, table, and the way to the owners;

@@ -25,7 +25,7 @@ fn live_copies(stage: &Stage) -> usize {
 }
 
 fn skipped(stage: &Stage) -> usize {
-    let events = stage.api.events.lock().unwrap();
+    let events = stage.api.said.lock().unwrap();
     events.iter().filter(|event| event.reason == Reason::HibernatePrepushFailed).count()
 }
 

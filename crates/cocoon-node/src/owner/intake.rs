@@ -97,7 +97,8 @@ impl Owner {
         let Seen::Known(vm) = &self.o.vm else { return };
         self.o.last_phase = vm.as_ref().map(|vm| vm.phase);
         let deleting = self.o.wish.as_ref().is_none_or(|wish| wish.deleting || wish.gone);
-        let mute = vm.as_ref().filter(|vm| !deleting && vm.phase == VmPhase::Running && vm.links_down);
+        let ours = !deleting && self.o.wish.as_ref().is_some_and(|wish| wish.managed);
+        let mute = vm.as_ref().filter(|vm| ours && vm.phase == VmPhase::Running && vm.links_down);
         let mute = mute.map(|vm| (vm.id.clone(), vm.pid));
         let before = self.o.silence.as_ref().map(|silence| silence.vm.clone());
         if mute != before {

@@ -58,15 +58,10 @@ impl Owner {
     }
 
     pub(super) fn noted(&mut self, record: &OwnerRecord) {
-        let before = self.o.record.as_ref().map(|record| std::mem::discriminant(&record.phase));
-        let entered = before != Some(std::mem::discriminant(&record.phase));
-        let rolled_back = matches!(
-            (&self.o.record.as_ref().map(|r| &r.phase), &record.phase),
-            (
-                Some(Phase::RollingBack { .. } | Phase::Hibernating { .. } | Phase::Prepushing),
-                Phase::Up | Phase::RollingBack { .. }
-            )
-        );
+        let before = self.o.record.as_ref().map(|record| record.phase.clone());
+        let entered =
+            before.as_ref().map(std::mem::discriminant) != Some(std::mem::discriminant(&record.phase));
+        let reached = entered && is_goal(before.as_ref(), &record.phase);
         if self.o.record.as_ref().is_some_and(|before| record.restarts > before.restarts) {
             self.tell(Tone::Warning, &restarted(record));
         }
@@ -78,10 +73,7 @@ impl Owner {
         self.say_if_derived(record);
         self.inbox.set_record(Some(record));
         self.o.record = Some(record.clone());
-        if entered
-            && !rolled_back
-            && !matches!(record.phase, Phase::Creating { .. } | Phase::Hibernating { .. } | Phase::Prepushing)
-        {
+        if reached {
             self.start_over(matches!(record.phase, Phase::Deleting { .. }));
             self.announce(record);
         }
@@ -245,4 +237,16 @@ fn restarted(record: &OwnerRecord) -> Trouble {
         )
     };
     Trouble::new(Reason::VMRestarted, message)
+}
+
+/// Whether a phase is somewhere, and not only on the way. To be up again because a hibernation was called off or
+/// taken back is no news.
+const fn is_goal(before: Option<&Phase>, now: &Phase) -> bool {
+    let hibernated =
+        matches!(before, Some(Phase::Prepushing | Phase::Hibernating { .. } | Phase::RollingBack { .. }));
+    match now {
+        Phase::Creating { .. } | Phase::Prepushing | Phase::Hibernating { .. } => false,
+        Phase::Up | Phase::RollingBack { .. } => !hibernated,
+        _ => true,
+    }
 }

@@ -18,7 +18,7 @@ fn held(id: &str, state: u64) -> Held {
 }
 
 fn events(stage: &Stage, reason: Reason) -> Vec<String> {
-    let events = stage.api.events.lock().unwrap();
+    let events = stage.api.said.lock().unwrap();
     events.iter().filter(|event| event.reason == reason).map(|event| event.message.clone()).collect()
 }
 

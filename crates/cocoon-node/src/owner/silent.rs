@@ -31,7 +31,7 @@ fn not_ready(stage: &Stage) -> (String, String) {
 }
 
 fn events(stage: &Stage, reason: Reason) -> usize {
-    stage.api.events.lock().unwrap().iter().filter(|event| event.reason == reason).count()
+    stage.api.said.lock().unwrap().iter().filter(|event| event.reason == reason).count()
 }
 
 #[tokio::test(start_paused = true)]

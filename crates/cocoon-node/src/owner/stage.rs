@@ -31,6 +31,8 @@ use crate::{
 pub(crate) struct Api {
     pods: Mutex<BTreeMap<String, Pod>>,
     pub(crate) events: Mutex<Vec<Trouble>>,
+    /// The same, each time that it was said.
+    pub(crate) said: Mutex<Vec<Trouble>>,
     pub(crate) writes: Mutex<u32>,
     /// When something was written, events too.
     pub(crate) written_at: Mutex<Vec<tokio::time::Instant>>,
@@ -91,6 +93,7 @@ impl Cluster for Api {
     }
 
     fn event(&self, _key: &PodKey, _uid: &str, _tone: Tone, what: &Trouble) {
+        self.said.lock().unwrap().push(what.clone());
         let mut events = self.events.lock().unwrap();
         if !events.contains(what) {
             events.push(what.clone());
