@@ -174,6 +174,12 @@ async fn open(args: &UpArgs, folder: &DataFolder) -> anyhow::Result<Opened> {
 async fn serve(args: &UpArgs, opened: Opened, tasks: &Tasks, begun: Instant) -> anyhow::Result<()> {
     let Opened { node_name, kubeconfig, api, kubelet, credentials, registry, plane, ports, world, .. } =
         opened;
+    let (network, token) = (opened.network, tasks.token());
+    let keep = async move {
+        network::keep(&network, token).await;
+        Ok(())
+    };
+    tasks.spawn("network", Kind::Vital, keep).await;
     let started = world.now();
     credentials.write_kubeconfig(&kubeconfig, api.local_addr()?)?;
     serve_plane(tasks, &plane, api, &credentials).await;

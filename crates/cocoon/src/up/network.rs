@@ -1,6 +1,7 @@
 //! The network daemon as a process of its own, which outlives `cocoon up` while guests run.
 //!
-//! Entry points: [`ensure`] (find it or start it) and [`release`] (end it and take the network down).
+//! Entry points: [`ensure`] (find it or start it), [`keep`] (start it again) and [`release`] (end it and
+//! take the network down).
 
 use std::{
     net::Ipv4Addr,
@@ -19,6 +20,7 @@ use cocoon_net::{
 use ipnet::Ipv4Net;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
 
 /// The network of a data folder: the first host of `subnet` is the bridge.
 pub(super) fn config(
@@ -74,6 +76,26 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
     // Reaped by whoever comes after us: it is meant to live on.
     drop(child);
     Ok(())
+}
+
+/// Starts the daemon again whenever it is gone: without it no new guest has an address, and a filter
+/// that somebody took away stays away.
+pub(super) async fn keep(network: &NetworkConfig, ended: CancellationToken) {
+    const LOOK: Duration = Duration::from_secs(2);
+    loop {
+        tokio::select! {
+            biased;
+            () = ended.cancelled() => return,
+            () = sleep(LOOK) => {}
+        }
+        if ping(network).await.is_ok() {
+            continue;
+        }
+        match ensure(network).await {
+            Ok(()) => tracing::warn!("the network daemon was gone; it runs again"),
+            Err(error) => tracing::error!(error = format!("{error:#}"), "the network daemon does not run"),
+        }
+    }
 }
 
 fn spawn(network: &NetworkConfig) -> anyhow::Result<Child> {

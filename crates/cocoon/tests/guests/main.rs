@@ -6,4 +6,5 @@
 
 mod bad_input;
 mod common;
+mod faults;
 mod story;
