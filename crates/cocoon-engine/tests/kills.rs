@@ -21,7 +21,7 @@ use std::{
 };
 
 use cocoon_engine::{
-    engine::{Engine, EngineConfig, MemoryRecipe},
+    engine::{Engine, MemoryRecipe},
     error::LookupError,
     model::{CloneIdentity, CloneSpec, Vm, VmState},
 };
@@ -79,6 +79,11 @@ impl Work {
 
     fn memory(self) -> MemoryRecipe {
         if self == Self::SaveStream { MemoryRecipe::FullStream } else { MemoryRecipe::Auto }
+    }
+
+    /// Only a clone makes links.
+    fn is_networked(self) -> bool {
+        self == Self::Clone
     }
 
     async fn run(self, engine: &Engine) -> Result<(), String> {
@@ -141,29 +146,17 @@ fn works_for_another_test() {
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let engine = Engine::open(config(&folder, work.memory()), Arc::new(RealWorld)).await.unwrap();
+        let mut config = support::config(&folder);
+        config.memory = work.memory();
+        config.network = work.is_networked().then(|| support::network(&folder));
+        let engine = Engine::open(config, Arc::new(RealWorld)).await.unwrap();
         println!("{BEGINS}");
         work.run(&engine).await.unwrap();
     });
 }
 
-/// That of [`Host::new`] on `folder`.
-fn config(folder: &Path, memory: MemoryRecipe) -> EngineConfig {
-    EngineConfig {
-        root_dir: folder.join("root"),
-        run_dir: folder.join("root/run"),
-        log_dir: folder.join("log"),
-        boot_bundle: Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/bundle"),
-        network: None,
-        qemu: PathBuf::from("/usr/bin/qemu-system-x86_64"),
-        memory,
-        boot_timeout: Duration::from_secs(90),
-    }
-}
-
 /// A host with a running VM `source`, whose guest counts, and its snapshot `base`.
-async fn counting() -> Host {
-    let host = Host::new().await;
+async fn counting(host: Host) -> Host {
     host.run("source", 256 * MIB).await;
     host.sh("source", APPENDER).await;
     host.engine.save("source", "base", "").await.unwrap();
@@ -191,8 +184,33 @@ async fn assert_whole(host: &Host, next: &Engine, vms: &[Vm]) {
         next.snapshots().await.unwrap().into_iter().map(|snapshot| snapshot.envelope.id).collect();
     assert_eq!(names(&config.root_dir.join("snapshot/localfile")), snapshots);
     assert_eq!(names(&config.root_dir.join("snapshot/staging")), BTreeSet::new());
+    let taps: BTreeSet<String> =
+        vms.iter().flat_map(|vm| &vm.network_configs).map(|nic| nic.tap.clone()).collect();
+    let begun = Instant::now();
+    while links_and_rules() != taps {
+        let there = links_and_rules();
+        assert!(begun.elapsed() < Duration::from_secs(10), "links and rules {there:?}, VMs {taps:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     let pids: BTreeSet<u32> = vms.iter().map(|vm| vm.pid).collect();
     until("the end of the killed engine's helpers", || async { workers(host.folder.path()) == pids }).await;
+}
+
+/// The taps that exist or that a rule names.
+fn links_and_rules() -> BTreeSet<String> {
+    let said = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program).args(arguments).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let rules = said("nft", &["list", "ruleset"]);
+    // What counts packets forgets a tap by itself after a while.
+    let lasting: String = rules.lines().filter(|line| !line.contains("expires")).collect();
+    let text = said("ip", &["-o", "link"]) + &lasting;
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '-');
+    words
+        .filter(|word| word.len() == 12 && word.starts_with("bt") && word.contains('-'))
+        .map(str::to_owned)
+        .collect()
 }
 
 /// Processes other than this one that hold a file below `folder`: QEMUs, and tools that engines started.
@@ -215,7 +233,7 @@ async fn assert_counts(host: &Host, vm: &str) {
 #[test]
 fn a_kill_in_the_middle_of_a_clone_leaves_a_whole_vm_or_none() {
     on_a_fresh_host("a_kill_in_the_middle_of_a_clone_leaves_a_whole_vm_or_none", || async {
-        let host = counting().await;
+        let host = counting(Host::networked().await).await;
         let whole = undisturbed(Work::Clone, &host).await;
         host.engine.remove("copy", true).await.unwrap();
         let (mut complete, count) = (0, kills(3));
@@ -248,7 +266,7 @@ fn a_kill_in_the_middle_of_a_clone_leaves_a_whole_vm_or_none() {
 fn a_kill_in_the_middle_of_a_capture_leaves_a_whole_snapshot_or_none_and_a_guest_that_goes_on() {
     let name = "a_kill_in_the_middle_of_a_capture_leaves_a_whole_snapshot_or_none_and_a_guest_that_goes_on";
     on_a_fresh_host(name, || async {
-        let host = counting().await;
+        let host = counting(Host::new().await).await;
         for (work, few) in [(Work::Save, 2), (Work::Capture, 1), (Work::SaveStream, 1)] {
             let whole = undisturbed(work, &host).await;
             host.engine.resume("source").await.unwrap();

@@ -227,7 +227,8 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-fn network(folder: &Path) -> NetworkConfig {
+/// That of [`Host::networked`].
+pub(crate) fn network(folder: &Path) -> NetworkConfig {
     NetworkConfig {
         bridge: "cocotest0".into(),
         subnet: "10.88.0.0/24".parse().unwrap(),
@@ -241,7 +242,8 @@ fn network(folder: &Path) -> NetworkConfig {
     }
 }
 
-fn config(folder: &Path) -> EngineConfig {
+/// That of [`Host::new`].
+pub(crate) fn config(folder: &Path) -> EngineConfig {
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
     let bundle = target.join("bundle");
     assert!(bundle.join("vmlinuz").is_file(), "the boot bundle is missing: `cargo xtask bundle`");
