@@ -253,6 +253,22 @@ mod tests {
     }
 
     #[test]
+    fn a_vm_that_found_no_space_runs_and_carries_the_engines_sentence() {
+        let shown = |disk_full: bool| {
+            let vm = serde_json::json!({
+                "id": "A", "hypervisor": "qemu", "state": "running", "config": {"name": "vm"}, "pid": 7,
+                "network_configs": [], "storage_configs": [], "first_booted": true, "snapshot_ids": {},
+                "warnings": ["another", "no space"], "disk_full": disk_full,
+                "created_at": "2026-01-02T03:04:05Z", "updated_at": "2026-01-02T03:04:05Z",
+            });
+            vm_view(serde_json::from_value(vm).unwrap())
+        };
+        let starved = shown(true);
+        assert_eq!((starved.phase, starved.starved.as_deref()), (VmPhase::Running, Some("no space")));
+        assert_eq!(shown(false).starved, None);
+    }
+
+    #[test]
     fn a_disk_counts_with_what_it_takes_not_with_its_size() {
         let folder = tempfile::tempdir().unwrap();
         let [sparse, full, gone] = ["sparse", "full", "gone"].map(|name| folder.path().join(name));
