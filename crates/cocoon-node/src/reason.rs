@@ -107,6 +107,8 @@ pub enum Reason {
     Replacing,
 
     // Delete.
+    /// The snapshot that the policy demands is saved.
+    DeleteSnapshotPushed,
     /// The snapshot that the policy demands is not saved yet.
     DeleteSnapshotFailed,
     /// The snapshot that the policy demands was skipped: there is no registry.

@@ -118,6 +118,7 @@ impl Owner {
         let head = self.o.wish.as_ref().map(|wish| (wish.key.clone(), wish.uid.clone()));
         for pod in self.pods.clone() {
             if head.as_ref().is_some_and(|(_, uid)| pod.uid() == uid) {
+                self.bystanders.remove(pod.uid());
                 continue;
             }
             let theirs = wish::key(&pod.pod);

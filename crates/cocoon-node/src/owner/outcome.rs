@@ -41,6 +41,15 @@ impl Owner {
                 known::learn(&mut self.o, step, found);
             }
             Step::LiveSnapshot { reference, .. } => self.live_answered(step, reference, None),
+            Step::PushLatest(push) => {
+                if let Found::Text(digest) = &found {
+                    let (vm, repository, tag) = (&self.vm_name, &push.repository, &push.tag);
+                    let message =
+                        format!("VM {vm} is saved as {repository}:{tag} ({digest}) before it is removed");
+                    self.tell(Tone::Normal, &Trouble::new(Reason::DeleteSnapshotPushed, message));
+                }
+                known::learn(&mut self.o, step, found);
+            }
             // An engine that takes a start for done although the guest said nothing.
             Step::Start if matches!(&found, Found::Vm(Some(vm)) if vm.links_down) => {
                 known::learn(&mut self.o, step, found);
@@ -65,6 +74,8 @@ impl Owner {
         if self.o.record.as_ref().is_some_and(|before| record.restarts > before.restarts) {
             self.tell(Tone::Warning, &restarted(record));
         }
+        let stopped =
+            record.restart_pending && self.o.record.as_ref().is_some_and(|old| !old.restart_pending);
         let counted = self.o.record.as_ref().and_then(|before| before.phase.captured());
         if counted.is_some() && record.phase.captured().is_none() {
             // The guest is about to go on, or did: this process's own memory of the capture is stale, too.
@@ -76,6 +87,10 @@ impl Owner {
         if reached {
             self.start_over(matches!(record.phase, Phase::Deleting { .. }));
             self.announce(record);
+        }
+        if stopped {
+            // What failed before has no say in whether it can be started again.
+            self.start_over(false);
         }
         if matches!(record.phase, Phase::Up | Phase::Hibernated { .. }) {
             self.o.prepushed = false;

@@ -132,3 +132,38 @@ async fn a_stop_that_was_ordered_is_not_called_a_death() {
         stage.until_lifecycle("u1", "ready").await;
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_failure_that_passed_is_forgotten_and_has_no_say_in_a_later_restart() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.fail("inspect", 1, Reason::EngineUnavailable);
+    let stage = stage.restart().await;
+    stage.until_lifecycle("u1", "failed").await;
+    stage.until_lifecycle("u1", "ready").await;
+    stage.fake.world().vms.get_mut(&vm).unwrap().view.phase = VmPhase::Stopped;
+    stage.until("started again", |stage| stage.fake.world().records[&vm].restarts == 1).await;
+    stage.until_lifecycle("u1", "ready").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_stops_after_a_failed_hibernation_is_started_again() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.fail("push", 1, Reason::RegistryUnavailable);
+    stage.annotate("u1", &[("vm.cocoonstack.io/hibernate", Some("true"))]);
+    stage.until_lifecycle("u1", "failed").await;
+    stage.fake.world().vms.get_mut(&vm).unwrap().view.phase = VmPhase::Stopped;
+    stage.until("started again", |stage| stage.fake.world().records[&vm].restarts == 1).await;
+    assert!(!stage.told(Reason::RestartFailed));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_delete_that_saves_says_where_and_under_which_digest() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.delete("u1");
+    stage.until("gone", |stage| stage.pod("u1").is_none()).await;
+    let said = events(&stage, Reason::DeleteSnapshotPushed);
+    assert!(said.len() == 1 && said[0].contains(&format!("{vm}:latest")), "{said:?}");
+}

@@ -24,7 +24,7 @@ use crate::{
     },
     planner::{
         Look, Step,
-        observation::{Observation, PodKey, Seen},
+        observation::{Cooling, Observation, PodKey, Seen},
         plan,
     },
     reason::{Reason, Trouble},
@@ -121,6 +121,7 @@ impl Owner {
             let step = plan(&self.o);
             tracing::trace!(vm = self.vm_name, ?step, "next step");
             match step {
+                Step::Rest if self.recovered() => self.start_over(false),
                 Step::Rest if self.may_retire() && self.context.directory.retire(&self.vm_name) => return,
                 Step::Rest => self.sleep(None).await,
                 Step::Wait(limit) => {
@@ -140,6 +141,16 @@ impl Owner {
                 },
             }
         }
+    }
+
+    /// Something failed once, was tried again, and there is nothing left to do: the goal is reached.
+    fn recovered(&self) -> bool {
+        let at_goal = self
+            .o
+            .record
+            .as_ref()
+            .is_some_and(|record| matches!(record.phase, Phase::Up | Phase::Hibernated { .. }));
+        at_goal && self.o.failure.is_some() && self.o.cooling == Cooling::None
     }
 
     /// How long a failing pod has to wait until its budget of engine calls allows the step.
