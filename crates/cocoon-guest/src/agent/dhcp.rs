@@ -191,7 +191,8 @@ mod tests {
             let goes_on = rest(Duration::from_secs(10), &mut inbox).await;
             (goes_on, inbox)
         });
-        leases.stop("eth0").await;
+        let limit = Duration::from_secs(60);
+        tokio::time::timeout(limit, leases.stop("eth0")).await.unwrap();
         leases.resume("eth0").await;
         let (goes_on, mut inbox) = resting.await.unwrap();
         assert!(goes_on && began.elapsed().is_zero(), "neither waited for the pause");
