@@ -88,7 +88,9 @@ impl Engine {
     /// folder of another version.
     pub async fn open(config: EngineConfig, world: Arc<dyn World>) -> Result<Self, Fault> {
         let shared = Arc::new(Shared::open(config, world).await?);
-        for left in [gc::half_made(&shared).await, shared.snapshots.collect().await] {
+        let leavings =
+            [gc::half_made(&shared).await, gc::strays(&shared).await, shared.snapshots.collect().await];
+        for left in leavings {
             match left {
                 Ok(gone) => gone.iter().for_each(|what| tracing::info!(what, "removed what a crash left")),
                 // The engine serves all the same; `gc` says it again.

@@ -1,7 +1,7 @@
 //! What nothing needs any more: half-made VMs without an owner, folders without a record, links,
 //! snapshot folders, blobs of images.
 //!
-//! Entry points: [`all`], [`half_made`]. Whoever owns a VM holds its lock, so a lock that can be had
+//! Entry points: [`all`], and for what a crash leaves [`half_made`] and [`strays`]. Whoever owns a VM holds its lock, so a lock that can be had
 //! says that nobody works on it.
 
 use std::{
@@ -97,8 +97,9 @@ async fn free_lock(shared: &Shared, id: &str, until: Instant) -> Result<Option<L
     }
 }
 
-/// Run and log folders and lock files without a record, with whatever process they still have.
-async fn strays(shared: &Shared) -> Result<Vec<String>, Fault> {
+/// Run and log folders and lock files without a record, with whatever process they still have: whoever was
+/// killed before it wrote the record, or after it removed that, leaves one.
+pub(crate) async fn strays(shared: &Shared) -> Result<Vec<String>, Fault> {
     let mut ids = BTreeSet::new();
     for folder in [&shared.config.run_dir, &shared.config.log_dir, &shared.config.root_dir.join("locks")] {
         ids.extend(names(folder)?);
@@ -146,14 +147,14 @@ mod tests {
 
     use super::*;
     use crate::{
-        engine::{EngineConfig, MemoryRecipe},
+        engine::{Engine, EngineConfig, MemoryRecipe},
         model::VmConfig,
         records::Record,
         vm::reserve::blank,
     };
 
-    async fn shared_in(folder: &Path) -> Shared {
-        let config = EngineConfig {
+    fn config(folder: &Path) -> EngineConfig {
+        EngineConfig {
             root_dir: folder.join("root"),
             run_dir: folder.join("run"),
             log_dir: folder.join("log"),
@@ -162,14 +163,24 @@ mod tests {
             qemu: "qemu".into(),
             memory: MemoryRecipe::Auto,
             boot_timeout: Duration::from_secs(1),
-        };
-        Shared::open(config, Arc::new(RealWorld)).await.unwrap()
+        }
+    }
+
+    #[tokio::test]
+    async fn the_next_engine_takes_a_lock_file_that_nobody_holds_and_no_record_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let shared = Shared::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
+        let [left, held] = ["AAAAAAAAAAAAAAAAAAAAAAAAAA", "BBBBBBBBBBBBBBBBBBBBBBBBBB"];
+        drop(shared.try_lock(left).unwrap().unwrap());
+        let _maker = shared.try_lock(held).unwrap().unwrap();
+        Engine::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
+        assert_eq!([left, held].map(|id| shared.lock_file(id).exists()), [false, true]);
     }
 
     #[tokio::test]
     async fn a_half_made_vm_goes_once_its_last_helper_has_started_and_not_while_somebody_makes_it() {
         let folder = tempfile::tempdir().unwrap();
-        let shared = shared_in(folder.path()).await;
+        let shared = Shared::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
         for (id, held_for, goes) in [
             ("AAAAAAAAAAAAAAAAAAAAAAAAAA", Duration::ZERO, true),
             ("BBBBBBBBBBBBBBBBBBBBBBBBBB", Duration::from_millis(15), true),
