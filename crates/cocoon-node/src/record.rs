@@ -109,6 +109,10 @@ pub struct OwnerRecord {
     pub last_restart: Option<Timestamp>,
     /// A restart was decided and not yet seen to work.
     pub restart_pending: bool,
+    /// The restart is a wake from the same saved state again, not before then: the guest stopped so soon
+    /// after its wake that what was saved counts for more than what it did since.
+    #[serde(default)]
+    pub rewake: Option<Timestamp>,
     /// The stop that this restart answers was somebody's order, no death.
     #[serde(default)]
     pub stop_ordered: bool,
@@ -174,6 +178,7 @@ impl OwnerRecord {
             restarts: 0,
             last_restart: None,
             restart_pending: false,
+            rewake: None,
             stop_ordered: false,
             written: None,
             woken_from: None,

@@ -9,7 +9,7 @@ use crate::{
         task::Owner,
     },
     planner::{
-        Look, Step,
+        Look, Step, WAKE_TRIAL,
         observation::{Observation, Seen},
     },
     ports::VmPhase,
@@ -71,8 +71,8 @@ impl Owner {
         let entered =
             before.as_ref().map(std::mem::discriminant) != Some(std::mem::discriminant(&record.phase));
         let reached = entered && is_goal(before.as_ref(), &record.phase);
-        if self.o.record.as_ref().is_some_and(|before| record.restarts > before.restarts) {
-            self.tell(Tone::Warning, &restarted(record));
+        if let Some(old) = self.o.record.as_ref().filter(|old| record.restarts > old.restarts) {
+            self.tell(Tone::Warning, &restarted(old));
         }
         let stopped =
             record.restart_pending && self.o.record.as_ref().is_some_and(|old| !old.restart_pending);
@@ -133,6 +133,15 @@ impl Owner {
             Phase::Lost { trouble } => (Tone::Warning, trouble.clone()),
             Phase::Deleting { live: true, .. } if record.snapshot_on_delete && !self.o.registry => {
                 let message = format!("VM {vm} is deleted without a snapshot: this node has no registry");
+                (Tone::Warning, Trouble::new(Reason::DeleteSnapshotSkipped, message))
+            }
+            Phase::Deleting { live: false, keep: None, .. }
+                if record.snapshot_on_delete && self.o.vm_there().is_some() =>
+            {
+                let message = format!(
+                    "VM {vm} is not running, so its policy's snapshot cannot be made: its disk goes with it, an older \
+                     {vm}:latest stays"
+                );
                 (Tone::Warning, Trouble::new(Reason::DeleteSnapshotSkipped, message))
             }
             _ => return,
@@ -237,10 +246,16 @@ impl Owner {
     }
 }
 
-/// Why a VM was started again.
+/// Why a VM was started again; `record` is the one before it was seen to run.
 fn restarted(record: &OwnerRecord) -> Trouble {
     let vm = &record.vm_name;
-    let message = if record.stop_ordered {
+    let message = if record.rewake.is_some() {
+        format!(
+            "VM {vm} stopped within {} s of its wake and before it was ready, so it was woken again from the same \
+             saved state; what its guest did in between is gone",
+            WAKE_TRIAL.as_secs()
+        )
+    } else if record.stop_ordered {
         format!(
             "VM {vm} was stopped by an order to the engine; its pod asks for it, so it was started again from its \
              disk. Hibernate or delete the pod to keep it down"

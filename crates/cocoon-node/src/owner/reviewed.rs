@@ -167,3 +167,18 @@ async fn a_delete_that_saves_says_where_and_under_which_digest() {
     let said = events(&stage, Reason::DeleteSnapshotPushed);
     assert!(said.len() == 1 && said[0].contains(&format!("{vm}:latest")), "{said:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_delete_that_cannot_save_a_dead_vm_says_so() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    for _ in 0..2 {
+        stage.fake.world().vms.get_mut(&vm).unwrap().view.phase = VmPhase::Stopped;
+        tokio::time::sleep(Duration::from_secs(5)).await;
+    }
+    assert!(stage.told(Reason::RestartCooldown));
+    stage.force_delete("u1");
+    stage.until("gone", |stage| stage.fake.world().vms.is_empty()).await;
+    let said = events(&stage, Reason::DeleteSnapshotSkipped);
+    assert!(said.len() == 1 && said[0].contains(&format!("{vm}:latest")), "{said:?}");
+}

@@ -139,7 +139,7 @@ fn came_up(o: &Observation, record: &OwnerRecord, vm: &VmView, restore: Option<&
     up.started = Some(o.now);
     if up.restart_pending {
         up.restarts = up.restarts.saturating_add(1);
-        up.restart_pending = false;
+        (up.restart_pending, up.rewake) = (false, None);
     }
     up.woken_from = restore.cloned();
     up.woken_ready = false;

@@ -32,6 +32,9 @@ use crate::{
 pub const PUBLISH_WAIT: Duration = Duration::from_secs(10);
 /// Two restarts in place are at least this far apart.
 pub const RESTART_COOLDOWN: Duration = Duration::from_secs(30);
+/// A guest that stops within this long of its wake, and was not ready yet, is woken again from the same
+/// saved state. Later it has a life of its own, ready or not: its disk counts.
+pub const WAKE_TRIAL: Duration = Duration::from_secs(30);
 /// The longest pause of a guest by a hibernation, unless the configuration says otherwise.
 pub const PAUSE_LIMIT: Duration = Duration::from_secs(120);
 

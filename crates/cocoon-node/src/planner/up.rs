@@ -1,12 +1,14 @@
 //! Rows for a VM that was seen running.
 
+use std::time::Duration;
+
 use jiff::SignedDuration;
 
 use cocoon_meta::{SnapshotRequest, hibernate_import_name};
 
 use crate::{
     planner::{
-        ASK_AGAIN, Look, RESTART_COOLDOWN, Step, create, either, live_name, need, note,
+        ASK_AGAIN, Look, RESTART_COOLDOWN, Step, WAKE_TRIAL, create, either, live_name, need, note,
         observation::{Observation, Seen, Wish},
     },
     ports::{Guard, PushRequest, VmPhase, VmView},
@@ -45,26 +47,34 @@ fn unfinished_wake<'a>(o: &Observation, record: &'a OwnerRecord) -> Result<Optio
     Ok(there.then_some(woken))
 }
 
-/// The process died: start it in place, but not again and again. A wake that never reached `ready` is done
-/// again instead: a cold start would lose the memory that was saved.
+/// The process died: start it in place, but not again and again. A wake that was not ready yet and just
+/// begun is done again instead: a cold start would lose the memory that was saved.
 fn stopped(o: &Observation, record: &OwnerRecord) -> Result<Step, Step> {
-    if record.restart_pending && unfinished_wake(o, record)?.is_some() {
-        return Ok(Step::RemoveVm { blame: Reason::RestartFailed });
+    if !record.restart_pending {
+        let rewake = on_trial(o, record) && unfinished_wake(o, record)?.is_some();
+        return Ok(note_restart(o, record, rewake));
     }
-    Ok(restarted(o, record))
+    let Some(due) = record.rewake else { return Ok(restart(o, record)) };
+    if unfinished_wake(o, record)?.is_none() {
+        return Ok(restart(o, record));
+    }
+    let early = Duration::try_from(due.duration_since(o.now)).unwrap_or_default();
+    Ok(if early.is_zero() { Step::RemoveVm { blame: Reason::RestartFailed } } else { Step::Wait(early) })
 }
 
-fn restarted(o: &Observation, record: &OwnerRecord) -> Step {
-    if record.restart_pending {
-        if o.failures == 0 {
-            return Step::Start;
-        }
-        let why = o.trouble.as_ref().map_or_else(String::new, |trouble| trouble.message.clone());
-        let message = format!("VM {} stopped and could not be started again: {why}", record.vm_name);
-        return note(record, Phase::Lost { trouble: Trouble::new(Reason::RestartFailed, message) });
-    }
-    let cooldown = SignedDuration::try_from(RESTART_COOLDOWN).unwrap_or(SignedDuration::MAX);
-    if record.last_restart.is_some_and(|last| o.now.duration_since(last) < cooldown) {
+/// Whether the wake is so young that what was saved counts for more than what the guest did since.
+fn on_trial(o: &Observation, record: &OwnerRecord) -> bool {
+    record.started.is_none_or(|started| o.now.duration_since(started) < signed(WAKE_TRIAL))
+}
+
+fn signed(duration: Duration) -> SignedDuration {
+    SignedDuration::try_from(duration).unwrap_or(SignedDuration::MAX)
+}
+
+fn note_restart(o: &Observation, record: &OwnerRecord, rewake: bool) -> Step {
+    let rested = record.last_restart.and_then(|last| last.checked_add(signed(RESTART_COOLDOWN)).ok());
+    let due = rested.map_or(o.now, |rested| rested.max(o.now));
+    if due > o.now && !rewake {
         let message = format!(
             "VM {} stopped twice within {} s; its disk is kept until the pod is deleted, see `cocoon vm logs {0}`",
             record.vm_name,
@@ -74,9 +84,19 @@ fn restarted(o: &Observation, record: &OwnerRecord) -> Step {
     }
     let mut next = record.clone();
     next.restart_pending = true;
+    next.rewake = rewake.then_some(due);
     next.stop_ordered = o.vm_there().is_some_and(|vm| vm.stopped_in_order);
-    next.last_restart = Some(o.now);
+    next.last_restart = Some(due);
     Step::Note(Box::new(next))
+}
+
+fn restart(o: &Observation, record: &OwnerRecord) -> Step {
+    if o.failures == 0 {
+        return Step::Start;
+    }
+    let why = o.trouble.as_ref().map_or_else(String::new, |trouble| trouble.message.clone());
+    let message = format!("VM {} stopped and could not be started again: {why}", record.vm_name);
+    note(record, Phase::Lost { trouble: Trouble::new(Reason::RestartFailed, message) })
 }
 
 fn running(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) -> Result<Step, Step> {
@@ -168,7 +188,7 @@ fn refreshed(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) ->
     next.vm_id.clone_from(&vm.id);
     next.macs.clone_from(&vm.macs);
     if next.restart_pending {
-        next.restart_pending = false;
+        (next.restart_pending, next.rewake) = (false, None);
         next.restarts = next.restarts.saturating_add(1);
         next.started = Some(o.now);
     }

@@ -1,5 +1,7 @@
 //! Rows of a VM that is up, of hibernation and its rollback.
 
+use jiff::SignedDuration;
+
 use super::*;
 
 #[test]
@@ -55,10 +57,31 @@ fn a_vm_that_is_up() {
             "and died before its wake reached ready is not started cold but woken again",
             {
                 let mut o = woken(Observation { vm: vm(VmPhase::Stopped), tag: tag("S"), ..living() });
-                o.record.as_mut().unwrap().restart_pending = true;
+                let record = o.record.as_mut().unwrap();
+                (record.restart_pending, record.rewake) = (true, Some(o.now));
                 o
             },
             "remove",
+        ),
+        (
+            "and died soon after its wake waits for its turn when it just did so before",
+            {
+                let mut o = woken(Observation { vm: vm(VmPhase::Stopped), tag: tag("S"), ..living() });
+                let record = o.record.as_mut().unwrap();
+                let later = o.now.checked_add(SignedDuration::from_secs(20)).unwrap();
+                (record.restart_pending, record.rewake) = (true, Some(later));
+                o
+            },
+            "wait",
+        ),
+        (
+            "and died long after its wake, ready or not, is started from its disk",
+            {
+                let mut o = woken(Observation { vm: vm(VmPhase::Stopped), tag: tag("S"), ..living() });
+                o.record.as_mut().unwrap().restart_pending = true;
+                o
+            },
+            "start",
         ),
         (
             "and died after its saved state went is started",
@@ -444,4 +467,40 @@ fn while_a_retry_is_not_due_only_safety_is_brought_back() {
         ("a paused guest goes on", soft(paused()), "resume"),
         ("not even that after it failed itself", hard(paused()), "rest"),
     ]);
+}
+
+#[test]
+fn a_vm_that_stops_soon_after_its_wake_is_woken_again_and_never_lost_for_that() {
+    let stopped = |since_wake: i64, since_restart: Option<i64>, woken: bool| {
+        let mut o = Observation { vm: vm(VmPhase::Stopped), tag: tag("S"), ..living() };
+        let before = |seconds: i64| o.now.checked_sub(SignedDuration::from_secs(seconds)).unwrap();
+        let (started, last) = (before(since_wake), since_restart.map(before));
+        let record = o.record.as_mut().unwrap();
+        (record.started, record.last_restart) = (Some(started), last);
+        record.woken_from = woken.then(|| saved("S"));
+        match plan(&Observation { reach: Reach::default(), ..o.clone() }) {
+            Step::Note(record) => match record.phase {
+                Phase::Lost { trouble } => trouble.reason.to_string(),
+                _ => match record.rewake {
+                    Some(due) => format!("wake in {} s", due.duration_since(o.now).as_secs()),
+                    None => "start".to_owned(),
+                },
+            },
+            other => format!("{other:?}"),
+        }
+    };
+    for (since_wake, since_restart, woken, expected) in [
+        (1, None, true, "wake in 0 s"),
+        (1, Some(10), true, "wake in 20 s"),
+        (31, None, true, "start"),
+        (31, Some(10), true, "RestartCooldown"),
+        (1, None, false, "start"),
+        (1, Some(10), false, "RestartCooldown"),
+    ] {
+        assert_eq!(
+            stopped(since_wake, since_restart, woken),
+            expected,
+            "{since_wake} s after its wake, {since_restart:?} s after a restart, woken {woken}"
+        );
+    }
 }
