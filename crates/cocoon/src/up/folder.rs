@@ -15,6 +15,9 @@ use thiserror::Error;
 /// The layout that this program reads and writes.
 const VERSION: &str = "1";
 
+/// Names the registry folder that is in use.
+const REGISTRY: &str = "registry.path";
+
 /// Why the data folder cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -37,6 +40,16 @@ pub(super) enum FolderError {
         folder: String,
         /// What its version file says.
         found: String,
+    },
+    /// The saved states are not where they were.
+    #[error(
+        "registry folder {registry} was used by this data folder and is not an OCI layout any more; mount or move it back, or remove {marker} to begin with an empty one"
+    )]
+    RegistryGone {
+        /// Which.
+        registry: String,
+        /// The file that remembers it.
+        marker: String,
     },
     /// Another `cocoon up` has it.
     #[error("data folder {folder} is in use by process {holder}; end that one, or use another --data-dir")]
@@ -73,10 +86,31 @@ impl DataFolder {
             .and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes()))
             .map_err(on_io)?;
         check_version(path)?;
-        for part in ["run", "log", "net", "registry"] {
+        for part in ["run", "log", "net"] {
             files::private_folder(&path.join(part)).map_err(on_io)?;
         }
         Ok(Self { path: path.clone(), _lock: lock })
+    }
+
+    /// Refuses a registry folder that was used before and is empty now: not mounted, or moved away. Taking
+    /// it as empty would boot hibernated pods afresh (I2, I5).
+    pub(super) fn expect_registry(&self, path: &Path) -> Result<(), FolderError> {
+        let marker = self.join(REGISTRY);
+        let known = std::fs::read_to_string(&marker).unwrap_or_default();
+        if Path::new(known.trim_end()) == path && !path.join("oci-layout").exists() {
+            return Err(FolderError::RegistryGone {
+                registry: path.display().to_string(),
+                marker: marker.display().to_string(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Remembers that the registry folder is in use.
+    pub(super) fn remember_registry(&self, path: &Path) -> Result<(), FolderError> {
+        let text = format!("{}\n", path.display());
+        files::replace(&self.join(REGISTRY), text.as_bytes(), 0o600)
+            .map_err(|source| FolderError::Io { folder: self.path.display().to_string(), source })
     }
 
     /// The folder itself, which is the engine's root folder too.
@@ -132,6 +166,21 @@ mod tests {
         assert!(refused.contains(&std::process::id().to_string()), "{refused}");
         drop(held);
         DataFolder::open(folder.path()).unwrap();
+    }
+
+    #[test]
+    fn a_registry_folder_that_is_not_there_any_more_is_not_taken_as_empty() {
+        let folder = tempfile::tempdir().unwrap();
+        let data = DataFolder::open(folder.path()).unwrap();
+        let (registry, other) = (data.join("registry"), data.join("other"));
+        data.expect_registry(&registry).unwrap();
+        data.remember_registry(&registry).unwrap();
+        std::fs::create_dir(&registry).unwrap();
+        let refused = data.expect_registry(&registry).unwrap_err().to_string();
+        assert!(refused.contains("registry.path"), "{refused}");
+        data.expect_registry(&other).unwrap();
+        std::fs::write(registry.join("oci-layout"), "{}").unwrap();
+        data.expect_registry(&registry).unwrap();
     }
 
     #[test]

@@ -118,6 +118,7 @@ struct Opened {
 /// Runs until a signal comes or a part fails.
 pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
     let begun = Instant::now();
+    raise_descriptors();
     let mut signals = Signals::install()?;
     host::check(&args.qemu, &args.boot_bundle)?;
     let folder = DataFolder::open(&args.data_dir)?;
@@ -261,7 +262,11 @@ fn open_registry(folder: &DataFolder) -> anyhow::Result<OciLayout> {
         },
         Err(_) => folder.join("registry"),
     };
-    OciLayout::open(&path).with_context(|| format!("opening the registry folder {}", path.display()))
+    folder.expect_registry(&path)?;
+    let layout =
+        OciLayout::open(&path).with_context(|| format!("opening the registry folder {}", path.display()))?;
+    folder.remember_registry(&path)?;
+    Ok(layout)
 }
 
 /// Rules over all pods, and the registry folder's housekeeping.
@@ -278,11 +283,12 @@ async fn start_operator(tasks: &Tasks, plane: &Plane, registry: &Arc<OciLayout>,
     tasks.spawn("registry-collector", Kind::Vital, collect_blobs(layout, token)).await;
 }
 
-/// Removes blobs that no tag needs, at the start and once an hour; younger ones may belong to a push.
+/// Removes blobs that no tag needs, at the start and again and again; younger ones may belong to a push.
 async fn collect_blobs(layout: Arc<OciLayout>, ended: CancellationToken) -> anyhow::Result<()> {
-    const EVERY: Duration = Duration::from_secs(3600);
+    const EVERY: Duration = Duration::from_secs(600);
+    const GRACE: Duration = Duration::from_secs(900);
     loop {
-        match layout.collect(EVERY).await {
+        match layout.collect(GRACE).await {
             Ok(removed) => tracing::debug!(?removed, "registry folder collected"),
             Err(error) => {
                 tracing::warn!(%error, "the registry folder could not be collected; it is tried again")
@@ -378,6 +384,16 @@ impl Signals {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
         }
+    }
+}
+
+/// The soft limit of descriptors is often 1024, fewer than the connections that the ports' own bounds allow.
+fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    if let Err(error) = raised {
+        tracing::warn!(%error, ?limit.current, "the limit of open files stays");
     }
 }
 
