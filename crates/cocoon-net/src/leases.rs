@@ -178,6 +178,17 @@ impl LeaseReader {
 
     /// As [`lookup`].
     pub fn lookup(&mut self, mac: &str, now: Timestamp) -> Result<Option<Ipv4Addr>, LeaseError> {
+        self.follow()?;
+        Ok(self.parsed.resolve(mac, now))
+    }
+
+    /// The MACs that hold a lease at `now`, contested addresses too. A missing file has none.
+    pub fn held(&mut self, now: Timestamp) -> Result<Vec<String>, LeaseError> {
+        self.follow()?;
+        Ok(self.parsed.live(now).into_keys().collect())
+    }
+
+    fn follow(&mut self) -> Result<(), LeaseError> {
         let seen = std::fs::metadata(&self.file)
             .ok()
             .map(|found| (found.dev(), found.ino(), found.size(), found.mtime(), found.mtime_nsec()));
@@ -186,7 +197,7 @@ impl LeaseReader {
             self.parsed = load(&self.file)?;
             self.seen = seen;
         }
-        Ok(self.parsed.resolve(mac, now))
+        Ok(())
     }
 }
 
@@ -254,6 +265,19 @@ mod tests {
             Some(Ipv4Addr::new(10, 0, 0, 3)),
             "the last row of a MAC counts"
         );
+    }
+
+    #[test]
+    fn who_holds_a_lease_is_told_and_who_held_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("leases.json");
+        let mut reader = LeaseReader::new(&file);
+        assert_eq!(reader.held(now()).unwrap(), Vec::<String>::new(), "no file");
+        let lapsed = lease(A, "10.0.0.2", "2026-01-01T00:00:00Z");
+        save(&file, &[lapsed, lease(B, "10.0.0.3", "2026-01-03T00:00:00Z")]).unwrap();
+        assert_eq!(reader.held(now()).unwrap(), [B]);
+        std::fs::write(&file, "garbage").unwrap();
+        assert!(reader.held(now()).is_err());
     }
 
     #[test]

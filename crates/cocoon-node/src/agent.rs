@@ -25,7 +25,7 @@ use crate::{
     cluster::{Cluster, Show, Tone},
     config::NodeConfig,
     events::Events,
-    kubelet,
+    kubelet, leases,
     node::{Health, Registrar},
     outbox::Outbox,
     owner::{
@@ -174,6 +174,7 @@ impl Work {
             watch.follow(position, &router, shutdown.clone()),
             poll(&context, &health, shutdown.clone()),
             upkeep(&context, shutdown.clone()),
+            leases::sweep(&context, shutdown.clone()),
             registrar.run(shutdown),
         );
     }

@@ -22,6 +22,7 @@ pub mod cluster;
 pub mod config;
 pub mod events;
 pub mod kubelet;
+mod leases;
 pub mod node;
 pub mod oddities;
 pub mod outbox;

@@ -1,9 +1,11 @@
-//! Annotations by which somebody meant something, and which mean nothing. Pure.
+//! What somebody meant something by in a pod, and what means nothing, or something else. Pure.
 //!
-//! Entry point: [`oddities`]. Nothing follows from them but an event: the contract reads such a key as absent.
+//! Entry point: [`oddities`]. Nothing follows but an event: the contract says how such a value is read, and a VM
+//! has no use for most of what a pod can say about containers.
 
+use cocoon_api::{AgentMode, OSType, SnapshotPolicy};
 use cocoon_meta::{VmSpec, keys};
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
 use crate::reason::{Reason, Trouble};
 
@@ -51,12 +53,32 @@ const SET_BY_AGENTS: [&str; 11] = [
     keys::ANNOTATION_WOKEN_FROM,
 ];
 
-/// What is odd about a pod's annotations. `served`: the VM of this incarnation, once there is a record of it.
+/// Keys with a vocabulary: key, known values, how any other is read.
+const VOCABULARIES: [(&str, &[&str], &str); 3] = [
+    (keys::ANNOTATION_MODE, AgentMode::VALUES, "clone"),
+    (keys::ANNOTATION_SNAPSHOT_POLICY, SnapshotPolicy::VALUES, "always"),
+    (keys::ANNOTATION_OS, OSType::VALUES, "linux"),
+];
+
+/// The volume that an API server gives every pod by itself.
+const GIVEN_VOLUME: &str = "kube-api-access-";
+
+/// What is odd about a pod's annotations and its spec. `served`: the VM of this incarnation, once there is a record of it.
 #[must_use]
 pub fn oddities(pod: &Pod, served: Option<&str>) -> Vec<Trouble> {
     let Some(annotations) = &pod.metadata.annotations else { return Vec::new() };
     let managed = VmSpec::parse(pod).managed;
-    let mut found = Vec::new();
+    let ignored = pod.spec.as_ref().filter(|_| managed).and_then(ignored);
+    let mut found: Vec<Trouble> = ignored.into_iter().collect();
+    for (key, values, read_as) in VOCABULARIES.iter().filter(|_| managed) {
+        let value = annotations.get(*key).map_or("", String::as_str);
+        // The mode alone is read in any case.
+        let lower = value.to_ascii_lowercase();
+        let asked = if *key == keys::ANNOTATION_MODE { lower.as_str() } else { value };
+        if !asked.is_empty() && !values.contains(&asked) {
+            found.push(no_such_value(key, value, values, read_as));
+        }
+    }
     for (key, value) in annotations {
         let (key, value) = (key.as_str(), value.as_str());
         if SWITCHES.contains(&key) && !matches!(value, keys::TRUE | "false" | "") {
@@ -85,6 +107,63 @@ fn no_switch(key: &str, value: &str) -> Trouble {
         short(value)
     );
     Trouble::new(Reason::InvalidAnnotation, message)
+}
+
+fn no_such_value(key: &str, value: &str, values: &[&str], read_as: &str) -> Trouble {
+    let message = format!(
+        "annotation {key} is {:?}, which is read as {read_as}; accepted are {}",
+        short(value),
+        values.join(", ")
+    );
+    Trouble::new(Reason::InvalidAnnotation, message)
+}
+
+/// One sentence about all that a VM makes nothing of.
+fn ignored(spec: &PodSpec) -> Option<Trouble> {
+    const MOST: usize = 8;
+    let mut parts = Vec::new();
+    let others = spec.containers.iter().skip(1).map(|one| format!("container {}", short(&one.name)));
+    parts.extend(others);
+    let init =
+        spec.init_containers.iter().flatten().map(|one| format!("init container {}", short(&one.name)));
+    parts.extend(init);
+    let volumes = spec.volumes.iter().flatten().filter(|volume| !volume.name.starts_with(GIVEN_VOLUME));
+    parts.extend(volumes.map(|volume| format!("volume {}", short(&volume.name))));
+    if let Some(first) = spec.containers.first() {
+        parts.extend(
+            ignored_of(first).into_iter().map(|field| format!("{field} of container {}", short(&first.name))),
+        );
+    }
+    if parts.is_empty() {
+        return None;
+    }
+    let more = parts.len().saturating_sub(MOST);
+    parts.truncate(MOST);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let message = format!(
+        "the pod is one VM, so this in its spec has no effect: {}{more}; take it out, and put into the image or \
+         the guest what is needed",
+        parts.join(", ")
+    );
+    Some(Trouble::new(Reason::NotSupported, message))
+}
+
+/// Fields of the one container that say what a VM is not told.
+fn ignored_of(container: &Container) -> Vec<&'static str> {
+    let filled = |list: Option<usize>| list.is_some_and(|length| length > 0);
+    [
+        ("command", filled(container.command.as_ref().map(Vec::len))),
+        ("args", filled(container.args.as_ref().map(Vec::len))),
+        ("env", filled(container.env.as_ref().map(Vec::len))),
+        ("envFrom", filled(container.env_from.as_ref().map(Vec::len))),
+        ("livenessProbe", container.liveness_probe.is_some()),
+        ("readinessProbe", container.readiness_probe.is_some()),
+        ("startupProbe", container.startup_probe.is_some()),
+        ("lifecycle", container.lifecycle.is_some()),
+    ]
+    .into_iter()
+    .filter_map(|(field, set)| set.then_some(field))
+    .collect()
 }
 
 fn unknown(key: &str, value: &str) -> Trouble {
@@ -149,6 +228,32 @@ mod tests {
                 vec![["UnknownAnnotation", "vm.cocoonstack.io/hibernat", "hibernate"]],
             ),
             ("on a pod that is not managed", vec![unmanaged, ("vm.cocoonstack.io/x", "1")], None, vec![]),
+            ("run in other letters", vec![(keys::ANNOTATION_MODE, "Run")], None, vec![]),
+            ("an empty policy", vec![(keys::ANNOTATION_SNAPSHOT_POLICY, "")], None, vec![]),
+            (
+                "a mode that is none",
+                vec![(keys::ANNOTATION_MODE, "explode")],
+                None,
+                vec![["explode", "read as clone", "clone, run"]],
+            ),
+            (
+                "a policy that is none",
+                vec![(keys::ANNOTATION_SNAPSHOT_POLICY, "perhaps")],
+                None,
+                vec![["perhaps", "read as always", "always, main-only, never"]],
+            ),
+            (
+                "a system that is none",
+                vec![(keys::ANNOTATION_OS, "beos")],
+                None,
+                vec![["beos", "linux", "android"]],
+            ),
+            (
+                "a mode that is none on a pod that is not managed",
+                vec![unmanaged, (keys::ANNOTATION_MODE, "explode")],
+                None,
+                vec![],
+            ),
             ("of somebody else", vec![("example.com/hibernat", "true")], None, vec![]),
             (
                 "another name",
@@ -164,6 +269,39 @@ mod tests {
                 assert!(parts.iter().all(|part| found.contains(part)), "{sentence}: {found}");
             }
         }
+    }
+
+    #[test]
+    fn what_a_vm_makes_nothing_of_in_a_pods_spec_is_named_in_one_sentence() {
+        let said = |spec: serde_json::Value, managed: &str| {
+            let mut pod = pod("demo-0", "u1", &[("cocoonset.cocoonstack.io/managed", managed)]);
+            pod.spec = serde_json::from_value(spec).unwrap();
+            oddities(&pod, None)
+        };
+        let given = serde_json::json!({
+            "containers": [{"name": "agent", "ports": [{"containerPort": 22}],
+                "volumeMounts": [{"name": "kube-api-access-x", "mountPath": "/var/run"}], "env": []}],
+            "volumes": [{"name": "kube-api-access-x", "projected": {}}],
+        });
+        assert_eq!(said(given, "true"), []);
+        let rich = serde_json::json!({
+            "containers": [{"name": "agent", "env": [{"name": "A", "value": "1"}], "command": ["sh"]}, {"name": "side"}],
+            "initContainers": [{"name": "first"}],
+            "volumes": [{"name": "host", "hostPath": {"path": "/"}}],
+        });
+        assert_eq!(said(rich.clone(), "false"), [], "not ours");
+        let found = said(rich, "true");
+        assert_eq!((found.len(), found[0].reason), (1, Reason::NotSupported), "{found:?}");
+        for part in
+            ["container side", "init container first", "volume host", "env of container agent", "command"]
+        {
+            assert!(found[0].message.contains(part), "{part}: {found:?}");
+        }
+        let many: Vec<_> =
+            (0..500).map(|i| serde_json::json!({"name": "x".repeat(63) + &i.to_string()})).collect();
+        let found = said(serde_json::json!({"containers": many}), "true");
+        assert!(found[0].message.contains("and 491 more"), "{found:?}");
+        assert!(found[0].message.chars().count() < 1000);
     }
 
     #[test]

@@ -277,7 +277,8 @@ fn lost(record: &OwnerRecord, trouble: &Trouble) -> View {
 }
 
 fn unmanaged(o: &Observation, wish: &Wish) -> View {
-    if let Some(problem) = wish.problem.as_ref().filter(|p| p.reason == Reason::UnmanagedIncomplete) {
+    let nameless = |problem: &&Trouble| problem.reason != Reason::HibernateUnsupported;
+    if let Some(problem) = wish.problem.as_ref().filter(nameless) {
         let mut view = waiting(problem.clone(), None);
         fail(&mut view, problem);
         return view;
@@ -304,7 +305,8 @@ fn unmanaged(o: &Observation, wish: &Wish) -> View {
 /// A pod on its way out: not ready, and what it waits for is said.
 fn deleting(o: &Observation, view: &mut View) {
     let message = "the pod is being deleted and its VM with it";
-    view.not_ready = Some(o.failure.clone().unwrap_or_else(|| Trouble::new(Reason::Terminating, message)));
+    let why = o.failure.clone().or_else(|| o.waits.clone());
+    view.not_ready = Some(why.unwrap_or_else(|| Trouble::new(Reason::Terminating, message)));
     let vm_gone = matches!(o.vm.known(), Some(None));
     let ending = matches!(o.record.as_ref().map(|r| &r.phase), Some(Phase::Deleting { .. }));
     if vm_gone && ending && o.failure.is_none() {

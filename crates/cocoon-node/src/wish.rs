@@ -3,6 +3,8 @@
 //! Entry point: [`read`]. What makes a pod *not ours to serve* is an `Err`; what makes it impossible to
 //! serve *as it is*, while its VM may already exist, is [`Wish::problem`].
 
+use std::net::Ipv4Addr;
+
 use cocoon_api::OSType;
 use cocoon_meta::{
     Annotated as _, HibernateState, KeepSnapshotOnDelete, LifecycleState, LifecycleStatus,
@@ -206,13 +208,21 @@ fn class_problem(pod: &Pod, config: &NodeConfig) -> Option<Trouble> {
 }
 
 fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
-    if wish.id.is_empty() || wish.ip.parse::<std::net::Ipv4Addr>().is_err() {
+    if wish.id.is_empty() || wish.ip.parse::<Ipv4Addr>().is_err() {
         let message = format!(
             "an unmanaged pod needs the annotations {} and {} (an IPv4 address) of the VM that it stands for",
             keys::ANNOTATION_VM_ID,
             keys::ANNOTATION_IP
         );
         return Some(Trouble::new(Reason::UnmanagedIncomplete, message));
+    }
+    if let Some(nobody) = external(wish).is_none().then_some(&wish.ip) {
+        let message = format!(
+            "annotation {} is {nobody}, which is no address of a VM of its own (this host, one link, a group or \
+             nobody) and is not probed; set it to the address of the VM that the pod stands for",
+            keys::ANNOTATION_IP
+        );
+        return Some(Trouble::new(Reason::InvalidAnnotation, message));
     }
     wish.hibernate.then(|| {
         let message = format!(
@@ -223,6 +233,17 @@ fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
         );
         Trouble::new(Reason::HibernateUnsupported, message)
     })
+}
+
+/// The address of the VM that an unmanaged pod stands for, which may be anywhere; `None`: the pod names none
+/// that a VM could have. What the pod's author writes must not make this host ask itself.
+#[must_use]
+pub fn external(wish: &Wish) -> Option<Ipv4Addr> {
+    let ip: Ipv4Addr = wish.ip.parse().ok()?;
+    let first = ip.octets()[0];
+    // 0.0.0.0/8 is this host, 240.0.0.0/4 is reserved and has the broadcast address.
+    let nobody = first == 0 || first >= 240 || ip.is_loopback() || ip.is_link_local() || ip.is_multicast();
+    (!nobody && !wish.id.is_empty()).then_some(ip)
 }
 
 /// A live snapshot request that the pod has no answer to.

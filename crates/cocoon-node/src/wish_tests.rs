@@ -98,6 +98,33 @@ fn the_policy_and_the_pods_role_decide_about_the_snapshot_on_delete() {
     assert!(wish::read(&main, &NodeConfig::new("n"), false).unwrap().snapshot_on_delete);
 }
 
+#[test]
+fn an_unmanaged_pod_stands_for_a_vm_anywhere_but_never_for_this_host_a_link_or_a_group() {
+    let unmanaged = |ip: &str, id: &str| {
+        let managed = ("cocoonset.cocoonstack.io/managed", "false");
+        read(&[managed, ("vm.cocoonstack.io/id", id), ("vm.cocoonstack.io/ip", ip)]).unwrap()
+    };
+    for ip in ["10.11.12.13", "172.31.240.7", "192.0.2.1", "8.8.8.8"] {
+        let wish = unmanaged(ip, "ext-1");
+        assert_eq!((wish::external(&wish), wish.problem), (ip.parse().ok(), None), "{ip}");
+    }
+    for ip in
+        ["127.0.0.1", "127.9.9.9", "0.0.0.0", "0.1.2.3", "169.254.169.254", "224.0.0.1", "255.255.255.255"]
+    {
+        let wish = unmanaged(ip, "ext-1");
+        let problem = wish.problem.clone().unwrap();
+        assert_eq!((wish::external(&wish), problem.reason), (None, Reason::InvalidAnnotation), "{ip}");
+        assert!(problem.message.contains(ip) && problem.message.contains("vm.cocoonstack.io/ip"));
+        let o = Observation { wish: Some(wish), ..Observation::default() };
+        let shown = view(&o).unwrap();
+        assert_eq!((shown.phase.word(), shown.ip), ("Pending", None), "{ip}");
+        assert_eq!(shown.not_ready, Some(problem), "{ip}");
+    }
+    let nameless = unmanaged("10.11.12.13", "");
+    assert_eq!(nameless.problem.as_ref().unwrap().reason, Reason::UnmanagedIncomplete);
+    assert_eq!(wish::external(&nameless), None, "and it is not probed");
+}
+
 /// A running, reachable VM.
 fn living() -> Observation {
     let vm = VmView {

@@ -103,7 +103,7 @@ impl Owner {
     pub(super) fn probe_target(&self) -> Option<Target> {
         let wish = self.o.wish.as_ref().filter(|wish| !wish.deleting && !wish.gone)?;
         if !wish.managed {
-            let fixed = Some(wish.ip.parse().ok()?);
+            let fixed = Some(wish::external(wish)?);
             return Some(Target { vm_id: wish.id.clone(), macs: Vec::new(), fixed, port: wish.probe_port });
         }
         let up = matches!(self.o.record.as_ref()?.phase, Phase::Up | Phase::Prepushing);

@@ -55,6 +55,8 @@ impl Owner {
             (self.o.finalised, self.o.dropped, self.o.latest_now) = (false, false, None);
             self.shown = None;
         }
+        let ending = wish.as_ref().is_some_and(|wish| wish.deleting && !wish.gone);
+        self.ending_since = ending.then(|| self.ending_since.unwrap_or_else(|| self.context.world.instant()));
         self.o.next_waits = self.pods.len() > 1;
         self.o.wish = wish;
     }

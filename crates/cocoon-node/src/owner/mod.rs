@@ -32,6 +32,7 @@ mod storms;
 mod task;
 #[cfg(test)]
 mod tests;
+mod waits;
 
 use std::sync::{Arc, Mutex, PoisonError};
 

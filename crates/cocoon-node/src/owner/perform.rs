@@ -285,11 +285,11 @@ async fn push_hibernate(
     }
 }
 
-/// Best effort: a lease that is not given back runs out by itself.
+/// Best effort: a lease that is not given back now is found by the sweep (`leases`).
 async fn release(context: &Arc<Context>, macs: &[String]) -> Result<Found, Trouble> {
     for mac in macs {
         if let Err(error) = context.ports.leases.release(mac).await {
-            tracing::warn!(mac, error = %error.trouble(), "lease not released; it will expire");
+            tracing::warn!(mac, error = %error.trouble(), "lease not released; the sweep tries again");
         }
     }
     Ok(Found::Done)

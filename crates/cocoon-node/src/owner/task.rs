@@ -10,7 +10,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1::Pod;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use crate::{
     owner::{
@@ -57,6 +57,8 @@ pub(super) struct Owner {
     pub(super) probe: Option<ProbeTask>,
     pub(super) seat: Option<(PodKey, String)>,
     pub(super) bystanders: BTreeMap<String, View>,
+    /// Since when the pod at the head is known to be deleted.
+    pub(super) ending_since: Option<Instant>,
     /// A bystander is being deleted and the API did not take its end yet.
     pub(super) end_again: bool,
     /// Steps since the last rest: a fuse against a planner that turns in circles (I9).
@@ -99,6 +101,7 @@ impl Owner {
             probe: None,
             seat: None,
             bystanders: BTreeMap::new(),
+            ending_since: None,
             end_again: false,
             steps: 0,
         }
@@ -191,6 +194,7 @@ impl Owner {
         self.retry.called(known::engine_calls(&step), self.context.world.instant());
         let result = self.unless_superseded(&scene, &step).await;
         self.touched = self.context.world.instant();
+        self.o.waits = None;
         match result {
             None => known::doubt(&mut self.o, &step),
             // What was asked for is not what is asked for now: the answer is about something else.
@@ -227,10 +231,13 @@ impl Owner {
         let (context, inbox) = (Arc::clone(&self.context), Arc::clone(&self.inbox));
         let work = perform(&context, scene, step);
         tokio::pin!(work);
+        let begun = context.world.instant();
         loop {
+            let word = self.word_due(begun);
             tokio::select! {
                 biased;
                 done = &mut work => return Some(done),
+                () = sleep_until(word.unwrap_or(begun)), if word.is_some() => self.say_wait(step),
                 () = inbox.rung() => {
                     self.take_inbox();
                     self.show();

@@ -261,6 +261,8 @@ pub struct Observation {
     pub trouble: Option<Trouble>,
     /// The last failure, until the goal is reached or the wish changes: what the pod shows.
     pub failure: Option<Trouble>,
+    /// What a delete waits for longer than people wait without a word; only the view is about that.
+    pub waits: Option<Trouble>,
     /// Failures in a row, none of them followed by the goal.
     pub failures: u32,
     /// Whether the retry is due.

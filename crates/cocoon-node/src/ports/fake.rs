@@ -4,7 +4,7 @@
 //! were taken at. So a test can tell what was lost. Failures and kills are injected by call name.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::Ipv4Addr,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -60,6 +60,8 @@ pub(crate) struct World {
     /// Calls that take their time.
     pub(crate) slow: BTreeMap<String, Duration>,
     pub(crate) disk_used: u64,
+    /// MACs that hold a lease; a test puts them there, a release takes them away.
+    pub(crate) leases: BTreeSet<String>,
     /// Bytes a second of the last push, and bytes of a capture.
     pub(crate) throughput: Option<u64>,
     pub(crate) capture_size: u64,
@@ -138,7 +140,9 @@ impl Fake {
 
     async fn slowly(&self, call: &str) {
         let wait = self.world().slow.get(call).copied();
-        tokio::time::sleep(wait.unwrap_or_default()).await;
+        if let Some(wait) = wait {
+            tokio::time::sleep(wait).await;
+        }
     }
 
     /// An effect is done; perhaps the agent does not live to hear of it.
@@ -273,6 +277,7 @@ impl Vms for Fake {
 
     async fn remove(&self, vm: &str) -> PortResult<()> {
         self.begin("remove", vm)?;
+        self.slowly("remove").await;
         {
             let mut world = self.world();
             let last = world.vms.remove(vm).map_or(0, |machine| machine.state);
@@ -288,6 +293,7 @@ impl Vms for Fake {
 
     async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
         self.begin("capture", vm)?;
+        self.slowly("capture").await;
         let taken = self.take_snapshot(vm, name, true)?;
         self.done().await;
         Ok(taken)
@@ -480,8 +486,15 @@ impl Leases for Fake {
         Ok(Some(Ipv4Addr::new(172, 31, 240, last)))
     }
 
+    async fn held(&self) -> PortResult<Vec<String>> {
+        self.begin("held", "")?;
+        Ok(self.world().leases.iter().cloned().collect())
+    }
+
     async fn release(&self, mac: &str) -> PortResult<()> {
-        self.begin("release", mac)
+        self.begin("release", mac)?;
+        self.world().leases.remove(mac);
+        Ok(())
     }
 }
 

@@ -293,6 +293,10 @@ pub trait Registry: Send + Sync + fmt::Debug {
 pub trait Leases: Send + Sync + fmt::Debug {
     /// The live address of a MAC.
     async fn lookup(&self, mac: &str) -> PortResult<Option<Ipv4Addr>>;
+    /// The MACs that hold a lease now, complete or an error. What cannot tell has none.
+    async fn held(&self) -> PortResult<Vec<String>> {
+        Ok(Vec::new())
+    }
     /// Gives the lease back; none is success.
     async fn release(&self, mac: &str) -> PortResult<()>;
 }

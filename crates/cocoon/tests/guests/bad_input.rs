@@ -58,7 +58,7 @@ fn an_unmanaged_pod_cannot_be_hibernated() {
         json!({
             "cocoonset.cocoonstack.io/managed": null,
             "vm.cocoonstack.io/id": "external-1",
-            "vm.cocoonstack.io/ip": "127.0.0.1",
+            "vm.cocoonstack.io/ip": "10.11.12.13",
         }),
     );
     unmanaged["metadata"]["annotations"]["vm.cocoonstack.io/hibernate"] = "true".into();

@@ -44,6 +44,12 @@ impl Leases for LeaseFile {
         })
     }
 
+    async fn held(&self) -> PortResult<Vec<String>> {
+        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = reader.held(jiff::Timestamp::now());
+        held.map_err(|error| PortError::caused(Reason::CleanupFailed, "listing the leases", error))
+    }
+
     async fn release(&self, mac: &str) -> PortResult<()> {
         let released = leases::release(&self.control, mac).await;
         released.map_err(|error| {
