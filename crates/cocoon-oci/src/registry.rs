@@ -55,6 +55,9 @@ impl RegistryError {
 /// of kind `InvalidData` at its end.
 pub type Body = Pin<Box<dyn AsyncRead + Send>>;
 
+/// Says that a push goes on, until it is dropped; see [`Registry::begin_push`].
+pub type PushHold = Box<dyn Send + Sync>;
+
 /// A manifest as stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
@@ -70,6 +73,11 @@ pub struct Manifest {
 /// tag or a digest.
 #[async_trait]
 pub trait Registry: Send + Sync + std::fmt::Debug {
+    /// Begins a push: what is stored or found from here on is not collected while the answer is kept. This
+    /// default is for registries that collect nothing while in use.
+    async fn begin_push(&self) -> Result<PushHold, RegistryError> {
+        Ok(Box::new(()))
+    }
     /// Whether the blob is there.
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError>;
     /// Whether the blob is there whole. A registry that keeps lengths takes a blob of another one as absent,

@@ -8,8 +8,10 @@
 //! verified; a crash or a full disk leaves every name as it was (left-overs are collected later); damage
 //! is an error, never "not there".
 
+mod collect;
 mod index;
 mod store;
+mod trust;
 
 use std::{
     io::{self, Read as _},
@@ -22,15 +24,17 @@ use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use tokio::{io::AsyncReadExt as _, sync::mpsc};
 
-pub use store::Collected;
-use store::{Now, Store};
+pub use collect::Collected;
+use store::{Now, Opened, Store};
 
 use crate::{
     digest::{self, Hasher},
     reference::{is_repository, is_tag},
-    registry::{Body, Manifest, Registry, RegistryError},
+    registry::{Body, Manifest, PushHold, Registry, RegistryError},
 };
 
+/// How long a blob that nothing needs is kept after its last use; see [`OciLayout::collect`].
+pub const GRACE: Duration = Duration::from_secs(15 * 60);
 /// Blobs up to this size are read and verified before the first byte is handed out.
 const WHOLE: u64 = 8 << 20;
 /// Block of a streamed blob; at most [`QUEUE`] of them wait.
@@ -67,10 +71,31 @@ impl OciLayout {
         .await
     }
 
-    /// Removes blobs that no manifest of `index.json` needs and that nobody stored or asked for within
-    /// `grace`, and left-overs of dead writers. Safe beside pushes: one that loses a blob to a too short
-    /// grace fails at its manifest, and no tag moves. They hardly wait for it: manifests are read before
-    /// the layout is locked, and only those that came meanwhile under the lock.
+    /// Bytes of stored blobs that were read because a push wanted to reuse them and this process had not
+    /// verified them yet, or they had changed since.
+    #[must_use]
+    pub fn bytes_verified(&self) -> u64 {
+        self.store.verified.bytes()
+    }
+
+    /// Removes blobs that no manifest of `index.json` needs, that nobody stored or asked to reuse within
+    /// `grace`, and that no push in flight can have used; and left-overs of dead writers. [`GRACE`] is enough,
+    /// because:
+    ///
+    /// - a blob's time stamp is renewed when it is stored and each time that a push asks for it, so its age
+    ///   counts from its last use;
+    /// - a push of any process holds a locked file in `.tmp` ([`Registry::begin_push`]) for as long as it
+    ///   lives, and nothing that was used since the oldest such file was made is taken, however long the push;
+    /// - the looks at these and the removal are under the layout's lock, which storing and asking share: a
+    ///   push that begins later finds the blob gone and sends it;
+    /// - so grace only has to cover the time from a push's end to a next one that wants its blobs (a retry,
+    ///   [`crate::snapshot::push_blobs`] before the push), and there a loss costs bytes, not correctness;
+    /// - a writer that holds nothing (blobs put one by one, a clock set back meanwhile) and comes too late fails
+    ///   at its manifest, which is only accepted while all that it needs is there: no tag moves.
+    ///
+    /// Pushes hardly wait for it: manifests are read before the layout is locked, and only those that came
+    /// meanwhile under the lock. A tag whose manifest cannot be read is an error that names it, and no blob goes
+    /// until it is restored or deleted: what it needs is unknown.
     pub async fn collect(&self, grace: Duration) -> Result<Collected, RegistryError> {
         self.blocking(move |store| store.collect(grace)).await
     }
@@ -104,19 +129,21 @@ fn check_tag(repository: &str, tag: &str) -> Result<(), RegistryError> {
 
 #[async_trait]
 impl Registry for OciLayout {
+    async fn begin_push(&self) -> Result<PushHold, RegistryError> {
+        let mark = self.blocking(Store::mark_push).await?;
+        Ok(Box::new(mark))
+    }
+
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
         check(repository, None)?;
         let digest = digest.to_owned();
-        self.blocking(move |store| Ok(store.open_blob(&digest, true)?.is_some())).await
+        self.blocking(move |store| store.reuse(&digest, None)).await
     }
 
     async fn has_blob_of(&self, repository: &str, digest: &str, size: u64) -> Result<bool, RegistryError> {
         check(repository, None)?;
         let digest = digest.to_owned();
-        self.blocking(move |store| {
-            Ok(store.open_blob(&digest, true)?.is_some_and(|(_, length)| length == size))
-        })
-        .await
+        self.blocking(move |store| store.reuse(&digest, Some(size))).await
     }
 
     async fn put_blob(
@@ -157,16 +184,18 @@ impl Registry for OciLayout {
         check(repository, None)?;
         let digest = digest.to_owned();
         self.blocking(move |store| {
-            let Some((file, length)) = store.open_blob(&digest, false)? else { return Ok(None) };
-            if length > WHOLE {
-                return Ok(Some(streamed(file, digest)));
+            let Some(Opened { file, stamp }) = store.open_blob(&digest)? else { return Ok(None) };
+            if stamp.length() > WHOLE {
+                let verified = Arc::clone(&store.verified);
+                return Ok(Some(streamed(file, digest, move |digest| verified.record(digest, stamp))));
             }
-            let mut bytes = Vec::with_capacity(usize::try_from(length).unwrap_or_default());
+            let mut bytes = Vec::with_capacity(usize::try_from(stamp.length()).unwrap_or_default());
             let read = file.take(WHOLE + 1).read_to_end(&mut bytes);
             read.map_err(|error| RegistryError::unavailable(format!("reading blob {digest}"), error))?;
             if digest::of(&bytes) != digest {
                 return Err(RegistryError::Corrupt { object: digest });
             }
+            store.verified.record(&digest, stamp);
             Ok(Some(Box::pin(io::Cursor::new(bytes)) as Body))
         })
         .await
@@ -259,11 +288,18 @@ fn receive(
 }
 
 /// Streams a large blob through a reading and hashing thread.
-fn streamed(file: std::fs::File, digest: String) -> Body {
+fn streamed(file: std::fs::File, digest: String, verified: impl FnOnce(&str) + Send + 'static) -> Body {
     let (blocks, mut queue) = mpsc::channel::<io::Result<Bytes>>(QUEUE);
     tokio::task::spawn_blocking(move || {
-        if let Err(error) = send_verified(file, &digest, &blocks) {
-            let _ = blocks.blocking_send(Err(error));
+        match send_verified(file, &digest, &blocks) {
+            Ok(true) => {
+                verified(&digest);
+                let _ = blocks.blocking_send(Ok(Bytes::new()));
+            }
+            Ok(false) => {} // the caller stopped reading
+            Err(error) => {
+                let _ = blocks.blocking_send(Err(error));
+            }
         }
     });
     let mut ended = false;
@@ -282,11 +318,12 @@ fn streamed(file: std::fs::File, digest: String) -> Body {
     Box::pin(tokio_util::io::StreamReader::new(stream))
 }
 
+/// Whether all was sent and is the blob; `false` if nobody wants the rest.
 fn send_verified(
     mut file: std::fs::File,
     digest: &str,
     blocks: &mpsc::Sender<io::Result<Bytes>>,
-) -> io::Result<()> {
+) -> io::Result<bool> {
     let mut hasher = Hasher::default();
     loop {
         let mut block = Vec::with_capacity(BLOCK);
@@ -298,12 +335,11 @@ fn send_verified(
                     RegistryError::Corrupt { object: digest.to_owned() },
                 ));
             }
-            let _ = blocks.blocking_send(Ok(Bytes::new()));
-            return Ok(());
+            return Ok(true);
         }
         hasher.update(&block);
         if blocks.blocking_send(Ok(block.into())).is_err() {
-            return Ok(()); // the caller stopped reading
+            return Ok(false);
         }
     }
 }

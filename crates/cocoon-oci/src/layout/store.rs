@@ -3,42 +3,38 @@
 //! Lock order: one lock file (`.cocoon.lock`), held shared while a blob is looked up or moved into place,
 //! exclusively while `index.json` changes or blobs are collected. So a blob that was just found or stored
 //! cannot be collected between that answer and its fresh time stamp, and a manifest is only accepted
-//! while all that it needs is there.
+//! while all that it needs is there. A stored blob is trusted once its content was verified (`trust`); what
+//! fails that counts as absent for a push, which then replaces it.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     fs::{File, OpenOptions},
     io::{self, Write as _},
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
-    time::{Duration, SystemTime},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::SystemTime,
 };
 
 use cocoon_kit::files;
 use rustix::fs::{FlockOperation, flock};
 
-use super::index::{Index, Target, read_capped};
+use super::{
+    index::{Index, Target, read_capped},
+    trust::{Stamp, Verified},
+};
 use crate::{
     digest::{self, Hasher},
     manifest::{Descriptor, Document, MAX_MANIFEST},
     registry::{Manifest, RegistryError},
 };
 
-/// What a collection removed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Collected {
-    /// Blobs that no manifest needed.
-    pub blobs: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Left-overs of interrupted writers.
-    pub temporaries: u64,
-}
-
 #[derive(Debug, Clone)]
 pub(super) struct Store {
     pub(super) root: PathBuf,
+    pub(super) verified: Arc<Verified>,
 }
 
 /// Where a name must point for it to be moved.
@@ -49,13 +45,20 @@ pub(super) enum Now {
     At(Option<String>),
 }
 
+/// A blob's file, and what it was when it was opened.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) file: File,
+    pub(super) stamp: Stamp,
+}
+
 /// A held lock; the kernel lets go of it when the file closes.
-struct Held(#[expect(dead_code, reason = "held for its lock")] File);
+pub(super) struct Held(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Store {
     /// Creates the folder's files if it is new; an existing layout is only checked.
     pub(super) fn open(root: &Path) -> Result<Self, RegistryError> {
-        let store = Self { root: root.to_owned() };
+        let store = Self { root: root.to_owned(), verified: Arc::default() };
         store.prepare().map_err(|error| {
             RegistryError::unavailable(format!("opening the OCI layout {}", root.display()), error)
         })?;
@@ -82,11 +85,11 @@ impl Store {
         files::replace(&marker, br#"{"imageLayoutVersion":"1.0.0"}"#, 0o644)
     }
 
-    fn blobs(&self) -> PathBuf {
+    pub(super) fn blobs(&self) -> PathBuf {
         self.root.join("blobs/sha256")
     }
 
-    fn temporaries(&self) -> PathBuf {
+    pub(super) fn temporaries(&self) -> PathBuf {
         self.root.join(".tmp")
     }
 
@@ -103,7 +106,7 @@ impl Store {
         }
     }
 
-    fn locked(&self, operation: FlockOperation) -> Result<Held, RegistryError> {
+    pub(super) fn locked(&self, operation: FlockOperation) -> Result<Held, RegistryError> {
         self.lock(operation).map_err(|error| {
             RegistryError::unavailable(format!("locking the OCI layout {}", self.root.display()), error)
         })
@@ -125,23 +128,41 @@ impl Store {
         }
     }
 
-    /// Opens a blob. Marks it as fresh when `touch`.
-    pub(super) fn open_blob(&self, digest: &str, touch: bool) -> Result<Option<(File, u64)>, RegistryError> {
-        let path = self.blob(digest)?;
-        let failed = |error: io::Error| {
-            RegistryError::unavailable(format!("reading blob {digest} in {}", self.root.display()), error)
-        };
-        let _held = if touch { Some(self.locked(FlockOperation::LockShared)?) } else { None };
-        let file = match File::open(&path) {
+    /// Opens a blob.
+    pub(super) fn open_blob(&self, digest: &str) -> Result<Option<Opened>, RegistryError> {
+        let file = match File::open(self.blob(digest)?) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return self.absent(digest),
-            Err(error) => return Err(failed(error)),
+            Err(error) => return Err(self.unread(digest, error)),
         };
-        let length = file.metadata().map_err(failed)?.len();
-        if touch {
-            refresh(&file).map_err(failed)?;
+        let stamp = Stamp::of(&file.metadata().map_err(|error| self.unread(digest, error))?);
+        Ok(Some(Opened { file, stamp }))
+    }
+
+    fn unread(&self, digest: &str, error: io::Error) -> RegistryError {
+        RegistryError::unavailable(format!("reading blob {digest} in {}", self.root.display()), error)
+    }
+
+    /// Whether a blob is there with its content, and with this length if one is given; marks it as just used.
+    /// What cannot be read to its end, or is something else, is not there: a push then replaces it.
+    pub(super) fn reuse(&self, digest: &str, size: Option<u64>) -> Result<bool, RegistryError> {
+        let _turn = self.verified.turn(digest);
+        let (opened, known) = {
+            let _held = self.locked(FlockOperation::LockShared)?;
+            let Some(mut opened) = self.open_blob(digest)? else { return Ok(false) };
+            if size.is_some_and(|size| size != opened.stamp.length()) {
+                return Ok(false);
+            }
+            let known = self.verified.knows(digest, opened.stamp);
+            let refreshed = refresh(&opened.file).and_then(|()| opened.file.metadata());
+            opened.stamp = Stamp::of(&refreshed.map_err(|error| self.unread(digest, error))?);
+            (opened, known)
+        };
+        if known {
+            self.verified.record(digest, opened.stamp);
+            return Ok(true);
         }
-        Ok(Some((file, length)))
+        Ok(self.verified.read(digest, &opened.file, opened.stamp).unwrap_or(false))
     }
 
     /// Starts writing a blob.
@@ -152,23 +173,24 @@ impl Store {
     }
 
     fn begin_unlocked(&self, digest: &str, size: u64) -> Result<Incoming, RegistryError> {
-        static SERIAL: AtomicU64 = AtomicU64::new(0);
         let target = self.blob(digest)?;
-        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let path = self.temporaries().join(format!("{}-{moment}-{serial}", std::process::id()));
-        let open = || -> io::Result<File> {
-            let file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&path)?;
-            // A collector leaves a temporary file alone while its writer lives.
-            flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-            Ok(file)
-        };
-        let file = open().map_err(|error| self.full(digest, error))?;
+        let (file, path) = self.temporary("").map_err(|error| self.full(digest, error))?;
         let digest = digest.to_owned();
         Ok(Incoming { store: self.clone(), file, path, target, digest, size, hasher: Hasher::default() })
     }
 
-    fn full(&self, object: &str, error: io::Error) -> RegistryError {
+    /// A new temporary file. A collector leaves it alone while its maker lives.
+    pub(super) fn temporary(&self, kind: &str) -> io::Result<(File, PathBuf)> {
+        static SERIAL: AtomicU64 = AtomicU64::new(0);
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        let moment = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let path = self.temporaries().join(format!("{kind}{}-{moment}-{serial}", std::process::id()));
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&path)?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        Ok((file, path))
+    }
+
+    pub(super) fn full(&self, object: &str, error: io::Error) -> RegistryError {
         let root = self.root.display();
         let way_out = match error.raw_os_error() {
             Some(code) if rustix::io::Errno::from_raw_os_error(code) == rustix::io::Errno::NOSPC => {
@@ -182,9 +204,7 @@ impl Store {
     /// Stores a whole blob.
     pub(super) fn put(&self, digest: &str, bytes: &[u8]) -> Result<(), RegistryError> {
         let size = bytes.len() as u64;
-        if let Some((_, length)) = self.open_blob(digest, true)?
-            && length == size
-        {
+        if self.reuse(digest, Some(size))? {
             return Ok(());
         }
         let mut incoming = self.begin(digest, size)?;
@@ -266,6 +286,10 @@ impl Store {
                 why,
             )
         })?;
+        // What has to be read is read without the lock; what fails here is judged below.
+        for needed in document.descriptors() {
+            let _ = self.whole(needed);
+        }
         let _held = self.locked(FlockOperation::LockExclusive)?;
         let mut index = Index::read(&self.root)?;
         if let Now::At(expected) = now
@@ -287,17 +311,28 @@ impl Store {
         Ok(Some(digest))
     }
 
-    /// Whether a blob is there with the length that its descriptor says: a crashed machine leaves files cut.
+    /// Whether a blob is there with the length and content that its descriptor says: a crashed machine leaves
+    /// files cut or full of zeros. One that this process verified, and that did not change since, is not read.
     fn whole(&self, needed: &Descriptor) -> Result<(), String> {
         let Descriptor { digest, size, .. } = needed;
         let path = self.blob(digest).map_err(|error| error.to_string())?;
-        match std::fs::metadata(path) {
-            Ok(found) if i64::try_from(found.len()) == Ok(*size) => Ok(()),
-            Ok(found) => Err(format!("blob {digest} has {} bytes instead of {size}", found.len())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(format!("blob {digest} is not there"))
-            }
-            Err(error) => Err(format!("blob {digest} cannot be looked at: {error}")),
+        let looked = |error: io::Error| match error.kind() {
+            io::ErrorKind::NotFound => format!("blob {digest} is not there"),
+            _ => format!("blob {digest} cannot be looked at: {error}"),
+        };
+        let found = Stamp::of(&std::fs::metadata(&path).map_err(looked)?);
+        if i64::try_from(found.length()) != Ok(*size) {
+            return Err(format!("blob {digest} has {} bytes instead of {size}", found.length()));
+        }
+        if self.verified.knows(digest, found) {
+            return Ok(());
+        }
+        let file = File::open(&path).map_err(looked)?;
+        let stamp = Stamp::of(&file.metadata().map_err(looked)?);
+        match self.verified.read(digest, &file, stamp) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(format!("the content of blob {digest} is not what its digest says")),
+            Err(error) => Err(format!("blob {digest} cannot be read: {error}")),
         }
     }
 
@@ -334,128 +369,6 @@ impl Store {
         index.forget(repository, tag);
         index.write(&self.root).map(|()| true)
     }
-
-    /// Removes blobs that nothing needs and that nobody stored or looked up within `grace`.
-    pub(super) fn collect(&self, grace: Duration) -> Result<Collected, RegistryError> {
-        let failed = |error: io::Error| {
-            RegistryError::unavailable(format!("collecting garbage in {}", self.root.display()), error)
-        };
-        // Manifests never change, so most of the reading needs no lock. What is damaged, or goes meanwhile, is
-        // judged below.
-        let mut needs = Needs::default();
-        let _ = needs.read(self);
-        let candidates = self.unneeded(&needs, grace).map_err(failed)?;
-        let _held = self.locked(FlockOperation::LockExclusive)?;
-        needs.read(self)?;
-        let mut collected = Collected::default();
-        self.remove(candidates, &needs, grace, &mut collected)
-            .and_then(|()| self.sweep_temporaries(&mut collected))
-            .map_err(failed)?;
-        Ok(collected)
-    }
-
-    /// Names of blobs that are old enough and that nothing needs, as far as is known.
-    fn unneeded(&self, needs: &Needs, grace: Duration) -> io::Result<Vec<String>> {
-        let mut names = Vec::new();
-        for entry in std::fs::read_dir(self.blobs())? {
-            let entry = entry?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if needs.has(&name) {
-                continue;
-            }
-            match entry.metadata() {
-                Ok(metadata) if is_old(&metadata, grace) => names.push(name),
-                Ok(_) => {}
-                // Another collector was here first.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(names)
-    }
-
-    /// Removes those that are still not needed and still old. The caller holds the lock.
-    fn remove(
-        &self,
-        candidates: Vec<String>,
-        needs: &Needs,
-        grace: Duration,
-        collected: &mut Collected,
-    ) -> io::Result<()> {
-        for name in candidates.into_iter().filter(|name| !needs.has(name)) {
-            let path = self.blobs().join(name);
-            match std::fs::metadata(&path) {
-                Ok(metadata) if is_old(&metadata, grace) => {
-                    std::fs::remove_file(&path)?;
-                    collected.blobs += 1;
-                    collected.bytes += metadata.len();
-                }
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    fn sweep_temporaries(&self, collected: &mut Collected) -> io::Result<()> {
-        for entry in std::fs::read_dir(self.temporaries())? {
-            let path = entry?.path();
-            let Ok(file) = File::open(&path) else { continue };
-            if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-                std::fs::remove_file(&path)?;
-                collected.temporaries += 1;
-            }
-        }
-        Ok(())
-    }
-}
-
-/// What manifests need, read so far.
-#[derive(Debug, Default)]
-struct Needs {
-    /// Manifests that were read, with their children.
-    read: BTreeMap<String, Vec<String>>,
-    /// Everything that they need, themselves included.
-    digests: BTreeSet<String>,
-}
-
-impl Needs {
-    /// Reads every manifest that `index.json` needs now, however deep, and that was not read before.
-    fn read(&mut self, store: &Store) -> Result<(), RegistryError> {
-        let mut open: Vec<String> = Index::read(&store.root)?.entries().map(|entry| entry.digest).collect();
-        let mut seen = BTreeSet::new();
-        while let Some(digest) = open.pop() {
-            if !seen.insert(digest.clone()) {
-                continue;
-            }
-            if let Some(children) = self.read.get(&digest) {
-                open.extend(children.iter().cloned());
-                continue;
-            }
-            let document = Document::parse(&store.document(&digest)?).map_err(|why| {
-                let what = format!("collecting garbage: manifest {digest} cannot be read");
-                RegistryError::unavailable(what, why)
-            })?;
-            let children: Vec<String> = document.manifests.iter().map(|child| child.digest.clone()).collect();
-            open.extend(children.iter().cloned());
-            self.digests.extend(document.layers.iter().map(|layer| layer.digest.clone()));
-            self.digests.extend([digest.clone(), document.config.digest]);
-            self.read.insert(digest, children);
-        }
-        Ok(())
-    }
-
-    /// Whether the blob of this name, the hex of its digest, is needed.
-    fn has(&self, name: &str) -> bool {
-        self.digests.contains(&format!("sha256:{name}"))
-    }
-}
-
-/// Whether nobody stored or looked up a blob within `grace`.
-fn is_old(metadata: &std::fs::Metadata, grace: Duration) -> bool {
-    let modified = metadata.modified().unwrap_or_else(|_| SystemTime::now());
-    grace.is_zero() || SystemTime::now().duration_since(modified).unwrap_or_default() >= grace
 }
 
 /// Marks a blob as just used. A layout that may only be read stays as it is.
@@ -511,7 +424,15 @@ impl Incoming {
     }
 
     fn place(self) -> Result<(), RegistryError> {
-        std::fs::rename(&self.path, &self.target).map_err(|error| self.store.full(&self.digest, error))
+        // Its last write may be long past: grace counts from here.
+        refresh(&self.file)
+            .and_then(|()| std::fs::rename(&self.path, &self.target))
+            .map_err(|error| self.store.full(&self.digest, error))?;
+        // It was hashed on its way in, and renaming changed its stamp for the last time.
+        if let Ok(metadata) = self.file.metadata() {
+            self.store.verified.record(&self.digest, Stamp::of(&metadata));
+        }
+        Ok(())
     }
 }
 

@@ -102,6 +102,7 @@ pub(crate) async fn run(
     options: &PushOptions,
 ) -> Result<Pushed, PushError> {
     let push = Push::new(registry, repository, tag, options)?;
+    let _in_flight = registry.begin_push().await.map_err(|error| push.registry_error(error))?;
     push.named().check(entries.snapshot_id()).await?;
     let files = push.files(entries).await?;
     let facts = entries.facts().await?;
@@ -116,6 +117,7 @@ pub(crate) async fn blobs(
     options: &PushOptions,
 ) -> Result<u64, PushError> {
     let push = Push::new(registry, repository, super::HIBERNATE_TAG, options)?;
+    let _in_flight = registry.begin_push().await.map_err(|error| push.registry_error(error))?;
     push.files(entries).await?;
     Ok(push.sent.load(Ordering::Relaxed))
 }
