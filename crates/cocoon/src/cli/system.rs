@@ -1,24 +1,61 @@
 //! `cocoon gc` and `cocoon version`.
 
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
 use cocoon_engine::engine::MemoryRecipe;
+use cocoon_oci::layout::{self, OciLayout};
 
 use super::{
     Build, Exit,
     output::{note, print},
     settings::Settings,
+    size,
 };
 
 /// Removes what nothing needs. stdout stays empty; what went is said on stderr.
 pub async fn gc(settings: &Settings) -> anyhow::Result<Exit> {
-    let removed = match settings.existing(MemoryRecipe::Auto).await? {
+    let mut removed = match settings.existing(MemoryRecipe::Auto).await? {
         Some(engine) => engine.gc().await?,
         None => Vec::new(),
     };
+    let registry = match registry_folder(settings, std::env::var("OCI_REGISTRY").ok().as_deref()) {
+        Some(folder) => collect(&folder).await.map(|went| removed.extend(went)),
+        None => Ok(()),
+    };
+    // What the engine removed is said even if the registry folder fails.
     for what in &removed {
         note(format_args!("removed {what}"));
     }
     note(format_args!("gc: {} removed", removed.len()));
-    Ok(Exit::SUCCESS)
+    registry.map(|()| Exit::SUCCESS)
+}
+
+/// The folder in which `cocoon up` with this data folder and environment keeps saved VMs; `None` for a registry
+/// that is no folder, which collects its own garbage.
+fn registry_folder(settings: &Settings, named: Option<&str>) -> Option<PathBuf> {
+    match named.filter(|named| !named.is_empty()) {
+        Some(named) => layout::path_of(named),
+        None => Some(settings.root_dir.join("registry")),
+    }
+}
+
+/// Removes blobs that no tag needs, as `cocoon up` does now and then. A folder that is no layout stays as it is.
+async fn collect(folder: &Path) -> anyhow::Result<Option<String>> {
+    if !folder.join("oci-layout").exists() {
+        return Ok(None);
+    }
+    let layout = OciLayout::open(folder)
+        .with_context(|| format!("opening the registry folder {}", folder.display()))?;
+    let went = layout.collect(layout::GRACE).await?;
+    let any = went.blobs > 0 || went.temporaries > 0;
+    Ok(any.then(|| {
+        let (blobs, bytes, left) = (went.blobs, size::show(went.bytes), went.temporaries);
+        let folder = folder.display();
+        format!(
+            "from registry {folder}: {blobs} blobs that no tag needs ({bytes}), {left} left-overs of writers"
+        )
+    }))
 }
 
 /// Prints the five lines of the contract; the language is ours.
@@ -40,6 +77,54 @@ fn version_text(build: Build) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        fs::File,
+        path::Path,
+        time::{Duration, SystemTime},
+    };
+
+    use cocoon_oci::{
+        digest,
+        layout::{GRACE, OciLayout},
+        registry::Registry as _,
+    };
+
+    use super::{
+        super::settings::{Flags, Settings},
+        collect, registry_folder,
+    };
+
+    #[test]
+    fn the_registry_folder_is_that_of_up() {
+        let flags = Flags { root_dir: Some("/root-dir".into()), ..Flags::default() };
+        let settings = Settings::resolve(flags, |_| None, "").unwrap();
+        for (named, folder) in [
+            (None, Some("/root-dir/registry")),
+            (Some(""), Some("/root-dir/registry")),
+            (Some("oci-layout:/saved"), Some("/saved")),
+            (Some("registry.example/vms"), None),
+        ] {
+            assert_eq!(registry_folder(&settings, named).as_deref(), folder.map(Path::new), "{named:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn gc_says_what_went_from_the_registry_and_makes_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("registry");
+        assert_eq!(collect(&path).await.unwrap(), None);
+        assert!(!path.exists());
+        let layout = OciLayout::open(&path).unwrap();
+        let digest = digest::of(b"stray");
+        layout.put_bytes("vm", &digest, b"stray".as_slice().into()).await.unwrap();
+        assert_eq!(collect(&path).await.unwrap(), None, "it may belong to a push");
+        let blob = path.join("blobs/sha256").join(digest::hex_of(&digest).unwrap());
+        let old = SystemTime::now() - GRACE - Duration::from_secs(1);
+        File::options().write(true).open(&blob).unwrap().set_modified(old).unwrap();
+        let said = collect(&path).await.unwrap().unwrap();
+        assert!(said.contains("1 blobs") && said.contains("5B") && !blob.exists(), "{said}");
+    }
+
     #[test]
     fn version_has_five_labelled_lines() {
         let text = super::version_text(super::Build { git: Some("abc-dirty"), built: None });
