@@ -78,7 +78,7 @@ enum Role {
     /// Guest images.
     #[command(after_help = "Examples:\n  cocoon image import cocoon-demo:1 demo.tar\n  cocoon image list")]
     Image(Group<image::ImageCommand>),
-    /// Remove what no VM, snapshot or image needs.
+    /// Remove what no VM, snapshot, image or tag of the registry folder needs.
     #[command(
         after_help = "Example:\n  cocoon gc\n\nExit status: 0 done, 1 failed, such as when an image import takes longer than 10 s."
     )]

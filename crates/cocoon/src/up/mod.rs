@@ -26,7 +26,10 @@ use cocoon_kit::{
 };
 use cocoon_net::config::NetworkConfig;
 use cocoon_node::{Node, NodeConfig, ports::Ports};
-use cocoon_oci::{layout::OciLayout, registry::Registry};
+use cocoon_oci::{
+    layout::{GRACE, OciLayout},
+    registry::Registry,
+};
 use cocoon_plane::plane::{Plane, PlaneConfig, User};
 use ipnet::Ipv4Net;
 use k8s_openapi::{
@@ -286,12 +289,20 @@ async fn start_operator(tasks: &Tasks, plane: &Plane, registry: &Arc<OciLayout>,
 /// Removes blobs that no tag needs, at the start and again and again; younger ones may belong to a push.
 async fn collect_blobs(layout: Arc<OciLayout>, ended: CancellationToken) -> anyhow::Result<()> {
     const EVERY: Duration = Duration::from_secs(600);
-    const GRACE: Duration = Duration::from_secs(900);
+    let mut said = String::new();
     loop {
         match layout.collect(GRACE).await {
             Ok(removed) => tracing::debug!(?removed, "registry folder collected"),
             Err(error) => {
-                tracing::warn!(%error, "the registry folder could not be collected; it is tried again")
+                // A damaged manifest stays damaged: the same words once are enough.
+                let words = cocoon_kit::failure::chain(&error);
+                if words != said {
+                    tracing::warn!(
+                        error = words,
+                        "the registry folder could not be collected; it is tried again"
+                    );
+                }
+                said = words;
             }
         }
         tokio::select! {
