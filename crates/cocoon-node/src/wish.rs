@@ -76,7 +76,7 @@ pub fn read(pod: &Pod, config: &NodeConfig, adopted: bool) -> Result<Wish, Troub
         let backend = if hypervisor.is_none() { Some(no_backend(&spec, config)) } else { None };
         annotations
             .err()
-            .map(|error| annotation(chain(&error)))
+            .map(|error| annotation(cocoon_kit::failure::chain(&error)))
             .or_else(|| spec.probe_port().err().map(|error| annotation(error.to_string())))
             .or_else(|| sizes.err())
             .or_else(|| class_problem(pod, config))
@@ -86,13 +86,6 @@ pub fn read(pod: &Pod, config: &NodeConfig, adopted: bool) -> Result<Wish, Troub
         unmanaged_problem(&wish)
     };
     Ok(wish)
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    match error.source() {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
-    }
 }
 
 fn check_name(spec: &VmSpec, key: &PodKey, adopted: bool) -> Result<(), Trouble> {

@@ -85,7 +85,7 @@ fn check(folder: &Path) -> io::Result<Result<Description, String>> {
     }
     let description = match Description::parse(&read_bounded(&folder.join(QEMU_JSON))?) {
         Ok(description) => description,
-        Err(error) => return Ok(Err(with_cause(&error))),
+        Err(error) => return Ok(Err(cocoon_kit::failure::chain(&error))),
     };
     if let Err(why) = check_sizes(&sizes, &description) {
         return Ok(Err(why));
@@ -118,10 +118,6 @@ fn check_sizes(sizes: &BTreeMap<String, u64>, description: &Description) -> Resu
         return Err(format!("{COCOON_JSON} is longer than {MAX_SIDECAR} bytes"));
     }
     if sizes.contains_key(COW) { Ok(()) } else { Err(format!("{COW} is missing")) }
-}
-
-fn with_cause(error: &dyn std::error::Error) -> String {
-    error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 
 /// The files of a complete snapshot, by name.

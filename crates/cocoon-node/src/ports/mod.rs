@@ -57,17 +57,7 @@ impl PortError {
     /// The whole chain in one sentence, for a pod's status.
     #[must_use]
     pub fn trouble(&self) -> Trouble {
-        let mut message = self.message.clone();
-        let mut next = self.source.as_deref().map(|source| source as &dyn StdError);
-        while let Some(error) = next {
-            let text = error.to_string();
-            if !message.ends_with(&text) {
-                message.push_str(": ");
-                message.push_str(&text);
-            }
-            next = error.source();
-        }
-        Trouble::new(self.reason, message)
+        Trouble::new(self.reason, cocoon_kit::failure::chain(self))
     }
 }
 
