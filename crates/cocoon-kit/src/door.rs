@@ -73,6 +73,17 @@ struct Taken {
     by: BTreeMap<u64, CancellationToken>,
 }
 
+impl Taken {
+    /// Takes the place that was held longest away from its holder; false when there is none.
+    fn evict(&mut self) -> bool {
+        let oldest = self.by.pop_first();
+        if let Some((_, lost)) = &oldest {
+            lost.cancel();
+        }
+        oldest.is_some()
+    }
+}
+
 impl Places {
     fn new(limit: usize) -> Self {
         Self { limit, taken: Arc::default() }
@@ -84,9 +95,9 @@ impl Places {
 
     /// A place; true when somebody else lost his for it.
     fn take(&self) -> (Place, bool) {
-        let evicted = self.taken().by.len() >= self.limit && self.evict();
         let lost = CancellationToken::new();
         let mut taken = self.taken();
+        let evicted = taken.by.len() >= self.limit && taken.evict();
         let id = taken.next;
         taken.next += 1;
         taken.by.insert(id, lost.clone());
@@ -95,11 +106,7 @@ impl Places {
 
     /// Takes the place that was held longest away from its holder; false when there is none.
     fn evict(&self) -> bool {
-        let oldest = self.taken().by.pop_first();
-        if let Some((_, lost)) = &oldest {
-            lost.cancel();
-        }
-        oldest.is_some()
+        self.taken().evict()
     }
 }
 

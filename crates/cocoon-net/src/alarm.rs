@@ -1,8 +1,8 @@
 //! Word from the kernel that somebody changed our tables of the packet filter, at once.
 //!
 //! Entry point: [`Alarm`]. Invariants: it hears every network's changes but rings for the tables of its own
-//! only; what it cannot read, or has missed, rings too; it rings at most once in [`PAUSE`], so that a
-//! storm of changes costs a bounded share of the daemon's time.
+//! only; what it cannot read, or has missed, rings too; it rings at most once in [`PAUSE`], counted
+//! from the end of the repair ([`Alarm::rest`]), so that others are served in a storm of changes.
 
 use std::{
     io,
@@ -85,6 +85,11 @@ impl Alarm {
     pub(crate) fn ring_after(&mut self, pause: Duration) {
         self.heard = true;
         self.quiet_until = Instant::now() + pause;
+    }
+
+    /// Does not ring for a while: what the daemon just did itself has been heard, too.
+    pub(crate) fn rest(&mut self) {
+        self.quiet_until = self.quiet_until.max(Instant::now() + PAUSE);
     }
 
     /// Waits for news.

@@ -233,7 +233,10 @@ impl Daemon {
                 biased;
                 () = shutdown.cancelled() => return,
                 _ = sweep.tick() => self.sweep().await,
-                () = self.alarm.rings() => self.mend().await,
+                () = self.alarm.rings() => {
+                    self.mend().await;
+                    self.alarm.rest();
+                }
                 Some((request, answer)) = calls.recv() => {
                     // A client that went away still gets what it asked for.
                     let _ = answer.send(self.answer(request).await);

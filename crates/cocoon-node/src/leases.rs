@@ -99,6 +99,7 @@ mod tests {
             came_up: false,
             links_down: false,
             stopped_in_order: false,
+            started_at: None,
             starved: None,
         }
     }

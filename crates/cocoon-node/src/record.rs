@@ -120,6 +120,9 @@ pub struct OwnerRecord {
     pub written: Option<String>,
     /// The saved state that the VM woke from.
     pub woken_from: Option<Saved>,
+    /// When its process was started for that wake, by the engine's word.
+    #[serde(default)]
+    pub woken_at: Option<Timestamp>,
     /// That wake reached `ready`, so its saved state is consumed.
     pub woken_ready: bool,
     /// A wake's import may still be there.
@@ -182,6 +185,7 @@ impl OwnerRecord {
             stop_ordered: false,
             written: None,
             woken_from: None,
+            woken_at: None,
             woken_ready: false,
             import_left: false,
             live: None,

@@ -137,6 +137,7 @@ fn living() -> Observation {
         came_up: true,
         links_down: false,
         stopped_in_order: false,
+        started_at: None,
         starved: None,
     };
     Observation {

@@ -68,6 +68,7 @@ impl Instant {
             came_up: true,
             links_down: false,
             stopped_in_order: false,
+            started_at: None,
             starved: None,
         };
         things.vms.insert(name.to_owned(), vm.clone());

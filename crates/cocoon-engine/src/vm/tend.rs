@@ -56,6 +56,8 @@ struct Seen {
     starved: bool,
     /// There is a reason to look again at once.
     uneasy: bool,
+    /// Its QEMU gave no answer.
+    silent: bool,
     tries: Tries,
 }
 
@@ -94,7 +96,7 @@ impl Watch {
         let before = self.of(id, process);
         let starved = before.is_some_and(|seen| seen.starved);
         let tries = before.map(|seen| seen.tries).unwrap_or_default();
-        let seen = Seen { process, at: Instant::now(), starved, uneasy: false, tries };
+        let seen = Seen { process, at: Instant::now(), starved, uneasy: false, silent: true, tries };
         self.seen().insert(id.to_owned(), seen);
     }
 
@@ -140,8 +142,9 @@ fn need(status: &str, paused: bool, free: u64, tries: Tries, now: Instant) -> Ne
 
 /// Whether a guest is to be looked at now.
 fn is_due(seen: Option<Seen>, free: u64, now: Instant) -> bool {
-    let calm = |seen: Seen| !seen.uneasy && now.saturating_duration_since(seen.at) < CALM;
-    free < LOW || !seen.is_some_and(calm)
+    let recent = |seen: &Seen| now.saturating_duration_since(seen.at) < CALM;
+    let Some(seen) = seen.filter(recent) else { return true };
+    !seen.silent && (free < LOW || seen.uneasy)
 }
 
 /// A VM whose hypervisor runs, with what its folder's file system has left.
@@ -275,7 +278,10 @@ async fn question(
         tracing::warn!(vm = %name, "{}", sentence(name, &run.0));
     }
     let uneasy = need != Need::Nothing;
-    shared.watch.seen().insert(record.vm.id.clone(), Seen { process, at: now, starved, uneasy, tries });
+    shared
+        .watch
+        .seen()
+        .insert(record.vm.id.clone(), Seen { process, at: now, starved, uneasy, silent: false, tries });
     Ok(goes_on.then(|| format!("VM {name} goes on: there is space again")))
 }
 
@@ -362,7 +368,14 @@ mod tests {
         let now = Instant::now() + Duration::from_secs(1000);
         let seen = |ago: Duration, uneasy: bool| {
             let at = now.checked_sub(ago).unwrap();
-            Some(Seen { process: PROCESS, at, starved: false, uneasy, tries: Tries::default() })
+            Some(Seen {
+                process: PROCESS,
+                at,
+                starved: false,
+                uneasy,
+                silent: false,
+                tries: Tries::default(),
+            })
         };
         let second = Duration::from_secs(1);
         for (what, seen, free, wanted) in [
@@ -384,6 +397,7 @@ mod tests {
             at: Instant::now(),
             starved: true,
             uneasy: true,
+            silent: false,
             tries: Tries::default(),
         };
         watch.seen().insert("A".into(), seen);
@@ -394,7 +408,7 @@ mod tests {
         assert!(watch.starved("A", PROCESS) && !watch.starved("B", PROCESS), "no answer says nothing new");
         let later = Instant::now() + CALM / 2;
         assert!(
-            !is_due(watch.of("B", PROCESS), LOW, later),
+            !is_due(watch.of("B", PROCESS), 0, later),
             "who does not answer is left in peace for a while"
         );
     }

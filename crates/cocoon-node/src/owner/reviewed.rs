@@ -182,3 +182,17 @@ async fn a_delete_that_cannot_save_a_dead_vm_says_so() {
     let said = events(&stage, Reason::DeleteSnapshotSkipped);
     assert!(said.len() == 1 && said[0].contains(&format!("{vm}:latest")), "{said:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_capture_longer_than_a_guest_may_be_paused_is_a_failure_with_a_back_off_and_the_guest_goes_on() {
+    // The wall clock stands still in these tests: every capture is longer than no time at all.
+    let stage = Stage::new(true).await.with_pause_limit(Duration::ZERO);
+    let vm = booted(&stage).await;
+    stage.annotate("u1", &[("vm.cocoonstack.io/hibernate", Some("true"))]);
+    stage.until_lifecycle("u1", "failed").await;
+    stage.until("goes on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
+    assert_eq!(events(&stage, Reason::HibernatePauseLimit).len(), 1);
+    tokio::time::sleep(Duration::from_secs(1800)).await;
+    let captures = stage.fake.calls("capture");
+    assert!((2..=12).contains(&captures), "{captures} captures in half an hour");
+}

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     cluster::{Cluster, Show, Tone},
     config::NodeConfig,
-    planner::observation::PodKey,
+    planner::{PAUSE_LIMIT, observation::PodKey},
     pods::{router::Router, table::Change},
     ports::{PortResult, Vms as _, fake::Fake},
     reason::{Reason, Trouble},
@@ -117,6 +117,7 @@ pub(crate) struct Stage {
     pub(crate) context: Arc<Context>,
     router: Arc<Router>,
     registry: bool,
+    pause_limit: Duration,
     poller: tokio::task::JoinHandle<()>,
 }
 
@@ -124,12 +125,19 @@ impl Stage {
     pub(crate) async fn new(registry: bool) -> Self {
         let fake = Fake::default();
         fake.world().images.push("demo:latest".to_owned());
-        Self::start(fake, Arc::new(Api::default()), registry)
+        Self::start(fake, Arc::new(Api::default()), registry, PAUSE_LIMIT)
     }
 
-    fn start(fake: Fake, api: Arc<Api>, registry: bool) -> Self {
+    /// The same with another limit for the pause of a guest.
+    pub(crate) fn with_pause_limit(self, limit: Duration) -> Self {
+        self.poller.abort();
+        self.context.shutdown.cancel();
+        Self::start(self.fake, self.api, self.registry, limit)
+    }
+
+    fn start(fake: Fake, api: Arc<Api>, registry: bool, pause_limit: Duration) -> Self {
         let context = Context::new(
-            NodeConfig::new("node"),
+            NodeConfig { pause_limit, ..NodeConfig::new("node") },
             fake.ports(registry),
             Arc::new(RealWorld),
             Arc::clone(&api) as _,
@@ -143,7 +151,7 @@ impl Stage {
         pods.into_iter().for_each(|pod| router.route(Change::Seen(Arc::new(pod))));
         context.open.cancel();
         let poller = tokio::spawn(poll(Arc::clone(&context), fake.clone()));
-        Self { fake, api, context, router, registry, poller }
+        Self { fake, api, context, router, registry, pause_limit, poller }
     }
 
     /// Kills the agent where it is and starts it again.
@@ -152,7 +160,7 @@ impl Stage {
         self.context.kill().await;
         *self.api.router.lock().unwrap() = None;
         drop(self.router);
-        Self::start(self.fake, self.api, self.registry)
+        Self::start(self.fake, self.api, self.registry, self.pause_limit)
     }
 
     pub(crate) fn apply(&self, pod: Pod) {

@@ -53,7 +53,7 @@ fn adopt(o: &Observation, wish: &Wish, vm: &VmView) -> Step {
     let mut record = OwnerRecord::new(wish, o.now, Phase::Up);
     record.vm_id.clone_from(&vm.id);
     record.macs.clone_from(&vm.macs);
-    record.started = Some(o.now);
+    record.started = vm.started_at.or(Some(o.now));
     if !wish.woken_from.is_empty() {
         record.woken_from = Some(Saved { snapshot: wish.woken_from.clone(), digest: None });
         record.woken_ready = wish.said_ready;
@@ -136,12 +136,13 @@ fn came_up(o: &Observation, record: &OwnerRecord, vm: &VmView, restore: Option<&
     let mut up = record.in_phase(Phase::Up);
     up.vm_id.clone_from(&vm.id);
     up.macs.clone_from(&vm.macs);
-    up.started = Some(o.now);
+    up.started = vm.started_at.or(Some(o.now));
     if up.restart_pending {
         up.restarts = up.restarts.saturating_add(1);
         (up.restart_pending, up.rewake) = (false, None);
     }
     up.woken_from = restore.cloned();
+    up.woken_at = vm.started_at.filter(|_| restore.is_some());
     up.woken_ready = false;
     up.import_left = restore.is_some();
     if let Some(digest) = restore.and_then(|saved| saved.digest.clone()) {

@@ -5,7 +5,7 @@
 
 use crate::{
     planner::{
-        ASK_AGAIN, Look, Step, create, either, need, note,
+        ASK_AGAIN, Look, PAUSE_LIMIT, Step, create, either, need, note,
         observation::{Observation, Seen, Wish},
         prepush, published_first, refuse_baseline, up,
     },
@@ -98,10 +98,22 @@ fn paused(o: &Observation, wish: &Wish, record: &OwnerRecord, round: &Round<'_>)
             Ok(None) if in_time => Ok(push(o, wish, record, captured)),
             Err(step @ Step::Look(_)) => Err(step),
             Err(step) if in_time => Err(step),
-            Ok(None) | Err(_) => Ok(let_go(o, record, captured)),
+            // A failure, not a plain `let_go`: the next attempt waits, and people hear of it.
+            Ok(None) | Err(_) => Ok(Step::Fail(too_long(o, wish))),
         };
     }
     given_up(o, record, round, captured)
+}
+
+/// The capture alone took as long as a guest may be paused.
+fn too_long(o: &Observation, wish: &Wish) -> Trouble {
+    let message = format!(
+        "VM {} was paused for the longest time that is allowed ({} s) before its capture could be pushed, so its guest \
+         goes on; allow more with VK_HIBERNATE_PAUSE_LIMIT, or give the node a faster disk",
+        wish.vm_name,
+        o.pause_limit.unwrap_or(PAUSE_LIMIT).as_secs()
+    );
+    Trouble::new(Reason::HibernatePauseLimit, message)
 }
 
 /// The attempt is over and the guest goes on. A push whose end nobody heard of may have reached the tag: if

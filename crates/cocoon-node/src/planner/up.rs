@@ -62,9 +62,10 @@ fn stopped(o: &Observation, record: &OwnerRecord) -> Result<Step, Step> {
     Ok(if early.is_zero() { Step::RemoveVm { blame: Reason::RestartFailed } } else { Step::Wait(early) })
 }
 
-/// Whether the wake is so young that what was saved counts for more than what the guest did since.
+/// Whether the wake is so young that what was saved counts for more than what the guest did since. By the
+/// engine's clock, not by when we heard of it; where it does not say, the disk counts.
 fn on_trial(o: &Observation, record: &OwnerRecord) -> bool {
-    record.started.is_none_or(|started| o.now.duration_since(started) < signed(WAKE_TRIAL))
+    record.woken_at.is_some_and(|woken| o.now.duration_since(woken) < signed(WAKE_TRIAL))
 }
 
 fn signed(duration: Duration) -> SignedDuration {
@@ -72,7 +73,10 @@ fn signed(duration: Duration) -> SignedDuration {
 }
 
 fn note_restart(o: &Observation, record: &OwnerRecord, rewake: bool) -> Step {
-    let rested = record.last_restart.and_then(|last| last.checked_add(signed(RESTART_COOLDOWN)).ok());
+    // Wakes that are done again come at growing distances: each costs the engine a whole clone.
+    let growth = if rewake { 1 << record.restarts.min(4) } else { 1 };
+    let rest = signed(RESTART_COOLDOWN.saturating_mul(growth));
+    let rested = record.last_restart.and_then(|last| last.checked_add(rest).ok());
     let due = rested.map_or(o.now, |rested| rested.max(o.now));
     if due > o.now && !rewake {
         let message = format!(

@@ -182,6 +182,7 @@ impl Fake {
             came_up: true,
             links_down: false,
             stopped_in_order: false,
+            started_at: None,
             starved: None,
         };
         world.vms.insert(name.to_owned(), Machine { view: view.clone(), state, frozen: false });

@@ -98,6 +98,8 @@ pub struct VmView {
     pub links_down: bool,
     /// Somebody had it stopped, and it did; a process that ended by itself is not that.
     pub stopped_in_order: bool,
+    /// When its process was last started, if the engine says so.
+    pub started_at: Option<jiff::Timestamp>,
     /// Its guest stands still because the file system of its disk is full: the engine's sentence about that.
     pub starved: Option<String>,
 }

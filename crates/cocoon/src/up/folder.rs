@@ -15,8 +15,8 @@ use thiserror::Error;
 /// The layout that this program reads and writes.
 const VERSION: &str = "1";
 
-/// Names the registry folder that is in use.
-const REGISTRY: &str = "registry.path";
+/// Names the registry folders that were used, one a line.
+const REGISTRIES: &str = "registries";
 
 /// Why the data folder cannot be used.
 #[derive(Debug, Error)]
@@ -43,7 +43,7 @@ pub(super) enum FolderError {
     },
     /// The saved states are not where they were.
     #[error(
-        "registry folder {registry} was used by this data folder and is not an OCI layout any more; mount or move it back, or remove {marker} to begin with an empty one"
+        "registry folder {registry} was used by this data folder and is not an OCI layout any more; mount or move it back, or take its line out of {marker} to begin with an empty one"
     )]
     RegistryGone {
         /// Which.
@@ -95,22 +95,36 @@ impl DataFolder {
     /// Refuses a registry folder that was used before and is empty now: not mounted, or moved away. Taking
     /// it as empty would boot hibernated pods afresh (I2, I5).
     pub(super) fn expect_registry(&self, path: &Path) -> Result<(), FolderError> {
-        let marker = self.join(REGISTRY);
-        let known = std::fs::read_to_string(&marker).unwrap_or_default();
-        if Path::new(known.trim_end()) == path && !path.join("oci-layout").exists() {
+        if self.registries()?.iter().any(|known| known == path) && !path.join("oci-layout").exists() {
             return Err(FolderError::RegistryGone {
                 registry: path.display().to_string(),
-                marker: marker.display().to_string(),
+                marker: self.join(REGISTRIES).display().to_string(),
             });
         }
         Ok(())
     }
 
-    /// Remembers that the registry folder is in use.
+    /// Remembers that the registry folder is in use, besides all that were before.
     pub(super) fn remember_registry(&self, path: &Path) -> Result<(), FolderError> {
-        let text = format!("{}\n", path.display());
-        files::replace(&self.join(REGISTRY), text.as_bytes(), 0o600)
-            .map_err(|source| FolderError::Io { folder: self.path.display().to_string(), source })
+        let mut known = self.registries()?;
+        if known.iter().any(|known| known == path) {
+            return Ok(());
+        }
+        known.push(path.to_owned());
+        let text: String = known.iter().map(|path| format!("{}\n", path.display())).collect();
+        files::replace(&self.join(REGISTRIES), text.as_bytes(), 0o600).map_err(|source| self.io(source))
+    }
+
+    fn registries(&self) -> Result<Vec<PathBuf>, FolderError> {
+        match std::fs::read_to_string(self.join(REGISTRIES)) {
+            Ok(text) => Ok(text.lines().map(PathBuf::from).collect()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(source) => Err(self.io(source)),
+        }
+    }
+
+    fn io(&self, source: io::Error) -> FolderError {
+        FolderError::Io { folder: self.path.display().to_string(), source }
     }
 
     /// The folder itself, which is the engine's root folder too.
@@ -177,8 +191,10 @@ mod tests {
         data.remember_registry(&registry).unwrap();
         std::fs::create_dir(&registry).unwrap();
         let refused = data.expect_registry(&registry).unwrap_err().to_string();
-        assert!(refused.contains("registry.path"), "{refused}");
+        assert!(refused.contains("registries"), "{refused}");
         data.expect_registry(&other).unwrap();
+        data.remember_registry(&other).unwrap();
+        data.expect_registry(&registry).unwrap_err();
         std::fs::write(registry.join("oci-layout"), "{}").unwrap();
         data.expect_registry(&registry).unwrap();
     }

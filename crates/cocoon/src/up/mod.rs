@@ -13,6 +13,7 @@ use std::{
     io::Write as _,
     net::{Ipv4Addr, SocketAddr},
     path::PathBuf,
+    process::Child,
     sync::Arc,
     time::Duration,
 };
@@ -132,10 +133,10 @@ pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
     // network daemon answers, else it could not be ended.
     let served = match network::ensure(&network).await {
         Err(error) => Err(error),
-        Ok(()) => tokio::select! {
+        Ok(daemon) => tokio::select! {
             biased;
             () = signals.received() => Ok(()),
-            served = serve(args, opened, &tasks, begun) => served,
+            served = serve(args, opened, daemon, &tasks, begun) => served,
         },
     };
     tasks.shutdown(Duration::from_secs(30)).await;
@@ -175,12 +176,18 @@ async fn open(args: &UpArgs, folder: &DataFolder) -> anyhow::Result<Opened> {
 }
 
 /// Starts all parts, says when everything is ready, then waits until one ends.
-async fn serve(args: &UpArgs, opened: Opened, tasks: &Tasks, begun: Instant) -> anyhow::Result<()> {
+async fn serve(
+    args: &UpArgs,
+    opened: Opened,
+    daemon: Option<Child>,
+    tasks: &Tasks,
+    begun: Instant,
+) -> anyhow::Result<()> {
     let Opened { node_name, kubeconfig, api, kubelet, credentials, registry, plane, ports, world, .. } =
         opened;
     let (network, token) = (opened.network, tasks.token());
     let keep = async move {
-        network::keep(&network, token).await;
+        network::keep(&network, daemon, token).await;
         Ok(())
     };
     tasks.spawn("network", Kind::Vital, keep).await;

@@ -4,6 +4,7 @@
 //! take the network down).
 
 use std::{
+    io::ErrorKind,
     net::Ipv4Addr,
     path::Path,
     process::{Child, Command, Stdio},
@@ -43,8 +44,9 @@ pub(super) fn config(
     })
 }
 
-/// Makes sure that the daemon of this network runs; starts it from our own binary if it does not.
-pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
+/// Makes sure that the daemon of this network runs; starts it from our own binary if it does not, and then
+/// gives its process.
+pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<Option<Child>> {
     network.check()?;
     let text = serde_json::to_vec_pretty(network).context("network.json")?;
     let file = network.network_file();
@@ -57,7 +59,7 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
                 file.display()
             );
         }
-        return Ok(());
+        return Ok(None);
     }
     files::replace(&file, &text, 0o600).with_context(|| format!("writing {}", file.display()))?;
     let mut child = spawn(network)?;
@@ -73,14 +75,14 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<()> {
         }
         sleep(Duration::from_millis(5)).await;
     }
-    // Reaped by whoever comes after us: it is meant to live on.
-    drop(child);
-    Ok(())
+    Ok(Some(child))
 }
 
 /// Starts the daemon again whenever it is gone: without it no new guest has an address, and a filter
 /// that somebody took away stays away.
-pub(super) async fn keep(network: &NetworkConfig, ended: CancellationToken) {
+///
+/// `daemon` is its process if we started it. One that is only busy is not gone.
+pub(super) async fn keep(network: &NetworkConfig, mut daemon: Option<Child>, ended: CancellationToken) {
     const LOOK: Duration = Duration::from_secs(2);
     loop {
         tokio::select! {
@@ -88,19 +90,38 @@ pub(super) async fn keep(network: &NetworkConfig, ended: CancellationToken) {
             () = ended.cancelled() => return,
             () = sleep(LOOK) => {}
         }
-        if ping(network).await.is_ok() {
+        // Reaped here; it is meant to outlive us, and then somebody else does that.
+        if daemon.as_mut().is_some_and(|child| child.try_wait().is_ok_and(|ended| ended.is_some())) {
+            daemon = None;
+        }
+        if !ping(network).await.is_err_and(|error| nobody_listens(&error)) {
             continue;
         }
         match ensure(network).await {
-            Ok(()) => tracing::warn!("the network daemon was gone; it runs again"),
+            Ok(started) => {
+                tracing::warn!("the network daemon was gone; it runs again");
+                daemon = started;
+            }
             Err(error) => tracing::error!(error = format!("{error:#}"), "the network daemon does not run"),
         }
     }
 }
 
+fn nobody_listens(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|io| matches!(io.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound))
+}
+
 fn spawn(network: &NetworkConfig) -> anyhow::Result<Child> {
     let log = network.state_dir.join("daemon.log");
-    let log = std::fs::File::create(&log).with_context(|| format!("creating {}", log.display()))?;
+    // Appended to: an earlier daemon may still be writing. It says little; what is long is cut.
+    let long = std::fs::metadata(&log).is_ok_and(|about| about.len() > 1 << 20);
+    let log = std::fs::File::options()
+        .create(true)
+        .append(true)
+        .open(&log)
+        .and_then(|file| if long { file.set_len(0).map(|()| file) } else { Ok(file) })
+        .with_context(|| format!("opening {}", log.display()))?;
     Command::new("/proc/self/exe")
         .args(["net", "daemon", "--state-dir"])
         .arg(&network.state_dir)

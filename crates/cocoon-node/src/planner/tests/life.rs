@@ -222,7 +222,7 @@ fn a_hibernation() {
                 now: Timestamp::from_second(10_121).unwrap(),
                 ..o(hibernating(Some("S"), None), Paused)
             },
-            "note hibernating - - strays S",
+            "fail HibernatePauseLimit",
         ),
         (
             "counts the pause from the beginning of the capture",
@@ -476,7 +476,7 @@ fn a_vm_that_stops_soon_after_its_wake_is_woken_again_and_never_lost_for_that() 
         let before = |seconds: i64| o.now.checked_sub(SignedDuration::from_secs(seconds)).unwrap();
         let (started, last) = (before(since_wake), since_restart.map(before));
         let record = o.record.as_mut().unwrap();
-        (record.started, record.last_restart) = (Some(started), last);
+        (record.woken_at, record.last_restart) = (Some(started), last);
         record.woken_from = woken.then(|| saved("S"));
         match plan(&Observation { reach: Reach::default(), ..o.clone() }) {
             Step::Note(record) => match record.phase {

@@ -66,6 +66,7 @@ fn vm(phase: VmPhase) -> Seen<Option<VmView>> {
         came_up: true,
         links_down: false,
         stopped_in_order: false,
+        started_at: None,
         starved: None,
     }))
 }

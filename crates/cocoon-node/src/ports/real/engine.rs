@@ -181,6 +181,7 @@ fn vm_view(vm: Vm) -> VmView {
         came_up: vm.first_booted,
         links_down: vm.links_down,
         stopped_in_order,
+        started_at: vm.started_at,
         starved,
     }
 }
