@@ -1,8 +1,8 @@
 //! When a failed attempt may be tried again: a growing delay, and a budget of engine calls.
 //!
 //! Entry points: [`Retry::failed`] (the delay) and [`Retry::affordable`] (the budget). Invariant: a failing pod
-//! costs at most [`CALLS`] engine calls a minute. What brings a paused guest back is never held up; who
-//! pauses one reserves the calls for that first (`known::engine_needs`).
+//! costs at most [`CALLS`] engine calls a minute. What brings a paused guest back is not held up, unless the
+//! engine refused just that; who pauses one reserves the calls for it first (`known::engine_needs`).
 
 use std::{collections::VecDeque, time::Duration};
 
