@@ -90,8 +90,11 @@ pub fn quiet(command: &mut Command) -> anyhow::Result<()> {
 
 /// Runs a command with its output shown.
 pub fn shown(command: &mut Command) -> anyhow::Result<()> {
-    let status = command.status().with_context(|| format!("starting {command:?}"))?;
-    ensure!(status.success(), "{command:?} failed ({status})");
+    // Not `Debug`, which also writes out every variable that is taken away.
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let line = words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ");
+    let status = command.status().with_context(|| format!("starting {line}"))?;
+    ensure!(status.success(), "`{line}` failed ({status})");
     Ok(())
 }
 

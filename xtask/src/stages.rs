@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     host::packages(host::RUNTIME)?;
     host::packages(host::BUNDLE)?;
     host::packages(host::TESTS)?;
-    let warm = root().join("target/debug/.fingerprint").exists();
+    let warm = is_warm();
     let mut failed = Vec::new();
     for stage in &chosen {
         println!("--- {}", stage.name);
@@ -82,6 +82,13 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         bail!("failed stages: {}", failed.join(", "));
     }
     Ok(())
+}
+
+/// Whether the workspace was built here before; xtask itself always was.
+fn is_warm() -> bool {
+    let built = std::fs::read_dir(root().join("target/debug/.fingerprint"));
+    let mut names = built.into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.any(|name| name.to_string_lossy().starts_with("cocoon-engine-"))
 }
 
 fn names() -> String {

@@ -97,7 +97,8 @@ async fn a_folder_comes_back_with_its_bytes_modes_and_holes() {
         assert!(b.blocks() <= a.blocks() + 16, "{name}: {} blocks became {}", a.blocks(), b.blocks());
     }
     let again = push(&layout, VM, "hibernate", &given, &files, &small()).await.unwrap();
-    assert_eq!(again.total, first.total);
+    // Not equal: the moment in the config has as many digits as it needs.
+    assert!(again.total.abs_diff(first.total) <= 10, "{} and {}", again.total, first.total);
     assert!(again.sent < 4096, "a second push sends no file again, but sent {}", again.sent);
 }
 

@@ -99,7 +99,8 @@ async fn a_push_replaces_blobs_that_have_their_length_but_not_their_content() {
         let again = hibernate(&layout, &content).await;
         let sizes: i64 = damaged.iter().map(|layer| layer.size).sum();
         assert!(again.sent >= sizes.cast_unsigned(), "{again:?}");
-        assert_eq!(again.total, first.total);
+        // Not equal: the moment in the config has as many digits as it needs.
+        assert!(again.total.abs_diff(first.total) <= 10, "{} and {}", again.total, first.total);
         assert!(woken(&layout).await == content);
     }
 }
