@@ -67,21 +67,23 @@ fn kept(mut lab: Lab) -> anyhow::Result<()> {
         "The system runs; the story was skipped. Its network is a namespace of its own, so enter that first:\n\n  \
          ip netns exec {namespace} bash\n  \
          export KUBECONFIG={}\n  \
-         export COCOON_ROOT_DIR={}\n\n\
+         export COCOON_ROOT_DIR={}\n  \
+         export COCOON_BOOT_BUNDLE={}\n\n\
          Then try, in this order:\n\n  \
          {kubectl} apply -f {demo}\n  \
          {kubectl} wait --for=condition=Ready pod {}\n  \
          {kubectl} exec {} -- uname -a\n  \
-         {kubectl} apply -f {fork}                # a fork: same memory, identity of its own\n  \
          {kubectl} annotate pod {} {key}=true      # hibernate\n  \
          {kubectl} annotate pod {} {key}-          # wake\n  \
+         {kubectl} apply -f {fork}                # a fork: same memory, identity of its own\n  \
          {} vm list\n\n\
          To end it, in this order (a pod deleted first leaves no VM behind):\n\n  \
-         {kubectl} delete pods --all && kill {pid} && sleep 3\n  \
+         {kubectl} delete pods --all -A && kill {pid} && sleep 3\n  \
          exit\n  \
          ip netns del {namespace} && rm -rf {}",
         lab.kubeconfig().display(),
         lab.data().display(),
+        lab.built().bundle.display(),
         story::DEMO,
         story::DEMO,
         story::DEMO,

@@ -78,8 +78,11 @@ pub enum BridgeError {
         taps: String,
     },
     /// The daemon still serves the network.
-    #[error("the network daemon of {0} is still running; stop it first")]
-    DaemonRuns(String),
+    #[error(
+        "the network daemon of {0} is still running; delete the pods and end `cocoon up`, which ends it too, or end \
+         the process `cocoon net daemon` (its id is in {1})"
+    )]
+    DaemonRuns(String, String),
 }
 
 /// What [`ensure`] left behind, for [`intact`].
@@ -191,7 +194,8 @@ async fn daemon_gone(network: &NetworkConfig) -> Result<files::Lock, BridgeError
         match lock.map_err(At(network).system("daemon lock"))? {
             Some(lock) => return Ok(lock),
             None if tokio::time::Instant::now() > end => {
-                return Err(BridgeError::DaemonRuns(network.bridge.clone()));
+                let file = crate::daemon::lock_file(network).display().to_string();
+                return Err(BridgeError::DaemonRuns(network.bridge.clone(), file));
             }
             None => tokio::time::sleep(Duration::from_millis(20)).await,
         }

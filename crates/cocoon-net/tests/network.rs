@@ -354,7 +354,7 @@ fn a_guest_reaches_the_world_behind_dockers_firewall_and_teardown_leaves_nothing
             let twice = shell("iptables -S");
             tokio::time::sleep(std::time::Duration::from_millis(700)).await;
             assert_eq!(shell("iptables -S"), twice, "sweeps add no rule again");
-            assert!(matches!(bridge::teardown(&network, false).await, Err(BridgeError::DaemonRuns(_))));
+            assert!(matches!(bridge::teardown(&network, false).await, Err(BridgeError::DaemonRuns(_, _))));
             daemon.stop().await;
             guest.inside.shell("busybox ping -c 1 -W 2 198.51.100.7").await;
             let refused = bridge::teardown(&network, false).await.unwrap_err().to_string();

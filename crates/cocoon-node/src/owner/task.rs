@@ -187,6 +187,8 @@ impl Owner {
     async fn carry_out(&mut self, step: Step) {
         if let Step::AnswerBaseline(answer) = &step {
             self.inbox.answer_baseline(answer);
+            // Looked at afresh for the next fork: people may have dropped it, to have a newer one.
+            self.o.baseline = Seen::Unknown;
             return;
         }
         let scene = Scene::of(&self.vm_name, &self.o, self.pause_left());

@@ -172,6 +172,19 @@ async fn two_forks_share_one_baseline_and_the_source_goes_on() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_baseline_that_somebody_dropped_is_taken_anew_for_the_next_fork() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    for (name, uid, saves) in [("demo-1", "u2", 1), ("demo-2", "u3", 2)] {
+        stage.apply(pod(name, uid, &[("vm.cocoonstack.io/fork-from", &vm)]));
+        stage.until_lifecycle(uid, "ready").await;
+        assert_eq!(stage.fake.calls("save"), saves);
+        stage.fake.world().snapshots.remove(&cocoon_meta::fork_baseline_name(&vm)).expect("a baseline");
+    }
+    stage.assert_sound();
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_fork_of_another_namespace_is_refused() {
     let stage = Stage::new(true).await;
     let vm = booted(&stage).await;
