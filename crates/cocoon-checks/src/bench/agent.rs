@@ -5,10 +5,13 @@
 //! The clock starts before the request goes out and stops when a watch shows the pod where it should
 //! be, so the API's and the scheduler's time is in the figure too.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{path::Path, pin::Pin, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, bail};
-use cocoon_kit::world::{RealWorld, World};
+use cocoon_kit::{
+    tls::{self, Authority},
+    world::{RealWorld, World},
+};
 use cocoon_meta::{is_pod_ready, keys, vm_name_for_pod};
 use cocoon_node::{Node, NodeConfig};
 use cocoon_plane::plane::{Plane, PlaneConfig, User};
@@ -43,7 +46,8 @@ pub(super) async fn measure(parts: &Parts) -> anyhow::Result<Vec<Row>> {
     let kubelet = std::net::TcpListener::bind("127.0.0.1:0").context("kubelet port")?;
     kubelet.set_nonblocking(true)?;
     let user = User { name: format!("system:node:{NODE}"), groups: vec!["system:nodes".into()] };
-    let node = Node::new(NodeConfig::new(NODE), client(&plane, user), instant::ports(folder.path())?, world);
+    let config = NodeConfig { kubelet_tls: Some(certificate(folder.path())?), ..NodeConfig::new(NODE) };
+    let node = Node::new(config, client(&plane, user), instant::ports(folder.path())?, world);
     let node = tokio::spawn(node.run(kubelet, ending.clone()));
     let admin = User { name: "admin".into(), groups: vec!["system:masters".into()] };
     let rows = lives(&client(&plane, admin), parts.runs).await;
@@ -51,6 +55,13 @@ pub(super) async fn measure(parts: &Parts) -> anyhow::Result<Vec<Row>> {
     node.await?.context("the node agent")?;
     controllers.await?;
     rows
+}
+
+/// The kubelet port does not open without one.
+fn certificate(folder: &Path) -> anyhow::Result<Arc<rustls::ServerConfig>> {
+    let authority = Authority::load_or_create(&folder.join("pki"), "bench")?;
+    let server = authority.issue_server(NODE, &["localhost"], &[[127, 0, 0, 1].into()])?;
+    Ok(tls::server_config(&server, authority.certificate())?)
 }
 
 /// A client whose transport is the plane in this process, as in `cocoon up`.
@@ -168,4 +179,17 @@ fn pod(name: &str) -> anyhow::Result<Pod> {
             "containers": [{ "name": "agent", "image": "bench:1" }],
         },
     }))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn the_agents_own_share_can_be_measured() {
+        let none = std::path::PathBuf::new;
+        let parts = Parts { cocoon: none(), bundle: none(), image: none(), runs: 1 };
+        let rows = measure(&parts).await.unwrap();
+        assert_eq!(rows.len(), 3);
+    }
 }
