@@ -65,6 +65,8 @@ impl Owner {
         self.retry.reset(deleting);
         self.hard = false;
         (self.o.trouble, self.o.failure, self.o.failures) = (None, None, 0);
+        // Nothing is held up any more, whoever asked for this and whenever.
+        self.take_cooling();
     }
 
     /// The incarnation that is served now: the record's, else the first that is still there.

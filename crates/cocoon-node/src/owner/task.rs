@@ -176,8 +176,6 @@ impl Owner {
     async fn look_around(&mut self) {
         self.take_inbox();
         self.tend_vm();
-        // Silence that ended started over: nothing is held up any more.
-        self.take_cooling();
         self.say_oddities();
         self.show();
         self.tend_probe();
