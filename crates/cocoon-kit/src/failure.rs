@@ -1,9 +1,9 @@
-//! An error and its causes as one sentence.
+//! What an error and its causes say.
 //!
-//! Entry point: [`chain`]. For logs, statuses and answers, which are text; inside of the program an error
+//! Entry points: [`chain`], all of it as one sentence, and [`is_disk_full`]. For logs, statuses and answers, which are text; inside of the program an error
 //! keeps its source attached.
 
-use std::error::Error;
+use std::{error::Error, io};
 
 /// The error and all its causes, joined by colons. A cause that the text before it ends with is not repeated:
 /// some libraries put their source into their own message.
@@ -22,9 +22,34 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
     text
 }
 
+/// Whether the error, or a cause of it, is a full disk.
+#[must_use]
+pub fn is_disk_full(error: &(dyn Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if error.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::StorageFull) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_full_disk_is_found_wherever_it_is_in_the_chain() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("writing")]
+        struct Writing(#[source] io::Error);
+
+        for (kind, full) in [(io::ErrorKind::StorageFull, true), (io::ErrorKind::NotFound, false)] {
+            assert_eq!(is_disk_full(&io::Error::from(kind)), full);
+            assert_eq!(is_disk_full(&Writing(kind.into())), full);
+        }
+    }
 
     #[derive(Debug, thiserror::Error)]
     #[error("{0}")]

@@ -16,7 +16,7 @@ use std::{
 use cocoon_oci::snapshot::{Empty, Envelope};
 use serde_json::{Value, json};
 
-use super::{Shared, blocking, clone::capabilities, connect, monitor};
+use super::{Shared, blocking, clone::capabilities, connect, monitor, tend};
 use crate::{
     disk,
     engine::MemoryRecipe,
@@ -189,7 +189,7 @@ impl Job {
         // The disk once as the result, and the overlay's copy on the way.
         let needed = self.memory_bytes + 2 * self.disk_bytes + SLACK;
         let folder = self.stage.folder();
-        let free = free(folder).map_err(fault)?;
+        let free = tend::free(folder).map_err(fault)?;
         if needed > free {
             return Err(ChangeError::DiskFull { folder: folder.display().to_string(), needed, free });
         }
@@ -206,27 +206,15 @@ impl Job {
     }
 }
 
-/// Bytes that may still be written below `folder`.
-fn free(folder: &Path) -> io::Result<u64> {
-    let at = rustix::fs::statvfs(folder)?;
-    Ok(at.f_bavail * at.f_frsize)
-}
-
 /// A disk that filled up in spite of the check gets the same error as one that was full before.
 fn full(error: ChangeError, folder: &Path, needed: u64) -> ChangeError {
-    let mut cause: Option<&dyn std::error::Error> = match &error {
-        ChangeError::Fault(fault) => Some(fault),
-        _ => None,
-    };
-    while let Some(error) = cause {
-        let io = error.downcast_ref::<io::Error>();
-        if io.is_some_and(|io| io.kind() == io::ErrorKind::StorageFull) {
-            let free = free(folder).unwrap_or(0);
-            return ChangeError::DiskFull { folder: folder.display().to_string(), needed, free };
+    match error {
+        ChangeError::Fault(fault) if cocoon_kit::failure::is_disk_full(&fault) => {
+            let free = tend::free(folder).unwrap_or(0);
+            ChangeError::DiskFull { folder: folder.display().to_string(), needed, free }
         }
-        cause = error.source();
+        error => error,
     }
-    error
 }
 
 async fn take(

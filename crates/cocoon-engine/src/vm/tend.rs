@@ -309,7 +309,7 @@ pub(crate) fn sentence(name: &str, folder: &Path) -> String {
 }
 
 /// Bytes that an ordinary user, such as a VM's QEMU, may still write below `folder`.
-fn free(folder: &Path) -> io::Result<u64> {
+pub(super) fn free(folder: &Path) -> io::Result<u64> {
     let facts = rustix::fs::statvfs(folder)?;
     Ok(facts.f_bavail.saturating_mul(facts.f_frsize))
 }

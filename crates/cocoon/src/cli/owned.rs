@@ -40,8 +40,7 @@ impl Owners {
     #[must_use]
     pub fn vm(&self, vm: &Vm) -> Option<String> {
         self.claim(&format!("VM {}", vm.config.name), |what, record| {
-            let owns = record.vm_name == vm.config.name || record.vm_id == vm.id;
-            owns.then(|| {
+            is_of(record, vm).then(|| {
                 format!(
                     "{what} belongs to pod {}, which fails without it; remove it with {}",
                     pod(record),
@@ -55,8 +54,7 @@ impl Owners {
     #[must_use]
     pub fn stopping(&self, vm: &Vm) -> Option<String> {
         self.claim(&format!("VM {}", vm.config.name), |what, record| {
-            let owns = record.vm_name == vm.config.name || record.vm_id == vm.id;
-            owns.then(|| {
+            is_of(record, vm).then(|| {
                 format!(
                     "{what} belongs to pod {}, which starts it again; to put it to sleep: kubectl annotate pod -n {} \
                      {} {}=true",
@@ -147,6 +145,10 @@ impl Owners {
 
 fn pod(record: &OwnerRecord) -> String {
     format!("{}/{}", record.namespace, record.pod)
+}
+
+fn is_of(record: &OwnerRecord, vm: &Vm) -> bool {
+    record.vm_name == vm.config.name || record.vm_id == vm.id
 }
 
 fn kubectl_delete(record: &OwnerRecord) -> String {

@@ -28,7 +28,7 @@ use cocoon_kit::{
 use cocoon_net::config::NetworkConfig;
 use cocoon_node::{Node, NodeConfig, ports::Ports};
 use cocoon_oci::{
-    layout::{GRACE, OciLayout},
+    layout::{self, GRACE, OciLayout},
     registry::Registry,
 };
 use cocoon_plane::plane::{Plane, PlaneConfig, User};
@@ -266,8 +266,8 @@ async fn serve_plane(tasks: &Tasks, plane: &Plane, listener: TcpListener, creden
 /// `OCI_REGISTRY=oci-layout:PATH`, else the folder `registry` of the data folder.
 fn open_registry(folder: &DataFolder) -> anyhow::Result<OciLayout> {
     let path = match std::env::var("OCI_REGISTRY") {
-        Ok(named) => match named.strip_prefix("oci-layout:") {
-            Some(path) => PathBuf::from(path),
+        Ok(named) => match layout::path_of(&named) {
+            Some(path) => path,
             None => bail!("OCI_REGISTRY={named}: this release knows oci-layout:PATH only"),
         },
         Err(_) => folder.join("registry"),

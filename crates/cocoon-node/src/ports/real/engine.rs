@@ -8,6 +8,7 @@ use cocoon_engine::{
     error::{BringUpError, ChangeError, LookupError},
     model::{CloneIdentity, CloneSpec, RunSpec, Snapshot, Vm, VmState},
 };
+use cocoon_kit::failure;
 
 use crate::{
     ports::{CloneRequest, PortError, PortResult, RunRequest, SnapshotView, Snapshots, VmPhase, VmView, Vms},
@@ -214,7 +215,7 @@ fn bring_up(what: String, error: BringUpError) -> PortError {
         BringUpError::SnapshotIncompatible { .. } => Reason::SnapshotIncompatible,
         BringUpError::GuestSilent { .. } => Reason::GuestSilent,
         BringUpError::HostMissing { .. } => Reason::HostMissing,
-        _ if is_disk_full(&error) => Reason::DiskFull,
+        _ if failure::is_disk_full(&error) => Reason::DiskFull,
         _ => Reason::CreateFailed,
     };
     PortError::caused(reason, what, error)
@@ -224,23 +225,10 @@ fn bring_up(what: String, error: BringUpError) -> PortError {
 pub(super) fn change(what: String, error: ChangeError) -> PortError {
     let reason = match &error {
         ChangeError::DiskFull { .. } => Reason::DiskFull,
-        _ if is_disk_full(&error) => Reason::DiskFull,
+        _ if failure::is_disk_full(&error) => Reason::DiskFull,
         _ => Reason::EngineUnavailable,
     };
     PortError::caused(reason, what, error)
-}
-
-/// Whether the cause of causes is a full disk.
-pub(super) fn is_disk_full(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::StorageFull)
-        {
-            return true;
-        }
-        next = error.source();
-    }
-    false
 }
 
 #[cfg(test)]

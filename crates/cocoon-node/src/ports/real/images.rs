@@ -7,6 +7,7 @@ use cocoon_engine::{
     engine::Engine,
     error::{ImportError, LookupError},
 };
+use cocoon_kit::failure;
 use cocoon_oci::{
     media::{self, Kind},
     reference::Relative,
@@ -97,7 +98,7 @@ fn import(image: &str, error: ImportError) -> PortError {
     let reason = match &error {
         ImportError::Hostile { .. } | ImportError::Unusable { .. } => Reason::ImageRefused,
         ImportError::HostMissing { .. } => Reason::HostMissing,
-        _ if super::engine::is_disk_full(&error) => Reason::DiskFull,
+        _ if failure::is_disk_full(&error) => Reason::DiskFull,
         _ => Reason::EngineUnavailable,
     };
     PortError::caused(reason, format!("importing image {image}"), error)

@@ -11,6 +11,7 @@ use std::{
 
 use async_trait::async_trait;
 use cocoon_engine::{engine::Engine, error::LookupError};
+use cocoon_kit::failure;
 use cocoon_oci::{
     registry::Registry as Store,
     snapshot::{self, Envelope, Facts, PullError, PushError, PushOptions, SourceFile, TagGuard},
@@ -19,7 +20,7 @@ use cocoon_oci::{
 use crate::{
     ports::{
         Guard, PortError, PortResult, PushRequest, Registry, SnapshotView, TagView,
-        real::engine::{allocated, change, is_disk_full, lookup, snapshot_view},
+        real::engine::{allocated, change, lookup, snapshot_view},
     },
     reason::Reason,
 };
@@ -146,7 +147,7 @@ fn pull(what: &str, error: PullError) -> PortError {
     let reason = match &error {
         PullError::NotFound(_) => Reason::SnapshotNotFound,
         PullError::Invalid { .. } => Reason::SnapshotIncompatible,
-        _ if is_disk_full(&error) => Reason::DiskFull,
+        _ if failure::is_disk_full(&error) => Reason::DiskFull,
         _ => Reason::RegistryUnavailable,
     };
     PortError::caused(reason, what, error)
@@ -156,7 +157,7 @@ fn push(what: &str, error: PushError) -> PortError {
     let reason = match &error {
         PushError::TagMoved { .. } => Reason::TagMoved,
         PushError::ReservedAnnotation(_) => Reason::InvalidAnnotation,
-        _ if is_disk_full(&error) => Reason::DiskFull,
+        _ if failure::is_disk_full(&error) => Reason::DiskFull,
         _ => Reason::RegistryUnavailable,
     };
     PortError::caused(reason, what, error)
