@@ -4,7 +4,12 @@
 //! Invariants: everything happens in the network namespace of the calling thread; a bridge that we did
 //! not make is used but never removed; what was changed is recorded before it is changed, and put back.
 
-use std::{collections::BTreeSet, io, net::Ipv4Addr, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    net::Ipv4Addr,
+    time::Duration,
+};
 
 use cocoon_kit::files;
 use jiff::Timestamp;
@@ -14,12 +19,12 @@ use thiserror::Error;
 use crate::{
     coexist,
     config::{ConfigError, NetworkConfig},
-    leases::{self, LeaseError},
+    leases::{self, Lease, LeaseError},
     links::{self, LinkError},
     names::{self, BRIDGE_ALIAS, Mac, TABLE_PREFIX, table_name},
     netlink::{Link, Netlink},
     nft,
-    rules::{self, AddressRow, TapRow},
+    rules::{self, AddressRow, Rows, TapRow},
     sysctl,
 };
 
@@ -90,7 +95,7 @@ pub enum BridgeError {
 pub struct State {
     /// Interface index of the bridge; another one means that the bridge was made anew.
     pub index: u32,
-    /// How the packet filter lists our tables.
+    /// How the packet filter lists our tables when nobody touched them.
     listing: String,
 }
 
@@ -106,12 +111,11 @@ pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
     let inherited = inherited_forwarding(network).await;
     let saved =
         sysctl::forwarding_on(&network.state_dir, inherited).map_err(at.system("net.ipv4.ip_forward"))?;
-    apply_filter(network, &netlink, &saved.ip_forward).await?;
+    let listing = apply_filter(network, &netlink, &saved.ip_forward).await?;
     coexist_with_others(network).await;
     repair_taps(network, &netlink, bridge).await?;
     // A tap may have gone while its rows were put back.
     links::drop_stale_rows(network, &netlink).await?;
-    let listing = list_tables(network).await.map_err(at.filter())?;
     Ok(State { index: bridge, listing })
 }
 
@@ -135,7 +139,7 @@ pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, Brid
 pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look, BridgeError> {
     let at = At(network);
     // Before the interfaces: the tap of a row that is seen here existed before it.
-    let Some((rows, filtered)) = filter_rows(network).await else { return Ok(Look::Broken) };
+    let Some(rows) = filter_rows(network).await else { return Ok(Look::Broken) };
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
     let bridge =
@@ -145,11 +149,15 @@ pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look,
     if bridge.is_none() || !addressed || !listed {
         return Ok(Look::Broken);
     }
-    let taps = links::taps_of(network, &links);
-    let row = |tap: &Link, mac: Mac| filtered.contains(&tap.name) && rows.contains(&(tap.name.clone(), mac));
-    let wired = taps.iter().all(|(tap, mac)| tap.up && tap.controller == Some(state.index) && row(tap, *mac))
-        && rows.iter().all(|(tap, _)| links::exists(&links, tap));
-    Ok(if wired { Look::Intact } else { Look::Unwired })
+    let wired = |(tap, mac): &(&Link, Mac)| {
+        tap.up && tap.controller == Some(state.index) && rows.filter(&tap.name, *mac)
+    };
+    let leases = leases::load(&network.lease_file())?;
+    let granted = rows.grant(&address_rows(&leases.live(Timestamp::now())), &address_rows(&leases.all()));
+    let whole = granted
+        && links::taps_of(network, &links).iter().all(wired)
+        && !rows.taps().iter().any(|row| links::is_stale(network, &links, row));
+    Ok(if whole { Look::Intact } else { Look::Unwired })
 }
 
 /// Whether the filter is in force as `state` says.
@@ -158,11 +166,9 @@ pub(crate) async fn filtered(network: &NetworkConfig, state: &State) -> bool {
     listed && filter_rows(network).await.is_some()
 }
 
-/// The rows of taps, and the taps that are filtered. `None`: the tables are not as we made them.
-async fn filter_rows(network: &NetworkConfig) -> Option<(BTreeSet<TapRow>, BTreeSet<String>)> {
-    let (rows, filtered) = (rules::list_rows(&network.bridge), rules::list_filtered(&network.bridge));
-    let (rows, filtered) = tokio::try_join!(nft::list_json(&rows), nft::list_json(&filtered)).ok()?;
-    Some((rules::parse_rows(&rows), rules::parse_filtered(&filtered)))
+/// The rows of taps and addresses. `None`: the tables are not as we made them.
+async fn filter_rows(network: &NetworkConfig) -> Option<Rows> {
+    Some(Rows::parse(&nft::list_json(&Rows::list(&network.bridge)).await.ok()?))
 }
 
 /// Removes the network: filter, bridge, changed switches and the state files. Refuses while VMs have
@@ -284,20 +290,38 @@ async fn has_address(network: &NetworkConfig, netlink: &Netlink, index: u32) -> 
     Ok(addresses.iter().any(|(at, net)| *at == index && net.addr() == gateway && net.prefix_len() == prefix))
 }
 
+/// Puts the filter in force and returns how it is listed when nobody touches it. That is not asked of the tables just
+/// made: what somebody changed meanwhile would be taken for ours.
 async fn apply_filter(
     network: &NetworkConfig,
     netlink: &Netlink,
     old_forward: &str,
-) -> Result<(), BridgeError> {
+) -> Result<String, BridgeError> {
     let at = At(network);
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
-    let taps: Vec<TapRow> =
+    let mut taps: BTreeSet<TapRow> =
         links::taps_of(network, &links).into_iter().map(|(tap, mac)| (tap.name.clone(), mac)).collect();
-    let leases = leases::load(&network.lease_file())?.live(Timestamp::now());
-    let addresses: Vec<AddressRow> =
-        leases.values().filter_map(|lease| Some((lease.mac.parse().ok()?, lease.ip))).collect();
-    let text = rules::host_table(network, &note(old_forward)) + &rules::tap_table(network, &taps, &addresses);
-    nft::apply(&text).await.map_err(at.filter())
+    let addresses = address_rows(&leases::load(&network.lease_file())?.live(Timestamp::now()));
+    let host = rules::host_table(network, &note(old_forward));
+    let rules = format!("{host}{}", rules::tap_table(network, &BTreeSet::new(), &BTreeSet::new()));
+    let text = format!("{host}{}", rules::tap_table(network, &taps, &addresses));
+    let tables = rules::list_tables(&network.bridge);
+    let (listing, applied) = tokio::join!(nft::list_made(&rules, &tables), nft::apply(&text));
+    applied.map_err(at.filter())?;
+    let listing = listing.map_err(at.filter())?;
+    if !list_tables(network).await.is_ok_and(|found| found == listing) {
+        // Somebody has chains or sets of his own among ours, which go with the table. A row that comes in this moment
+        // goes too; the alarm, which hears that, has it put back.
+        taps.extend(filter_rows(network).await.unwrap_or_default().taps());
+        let anew =
+            rules::delete_tap_table(&network.bridge) + &host + &rules::tap_table(network, &taps, &addresses);
+        nft::apply(&anew).await.map_err(at.filter())?;
+    }
+    Ok(listing)
+}
+
+fn address_rows(leases: &BTreeMap<String, Lease>) -> BTreeSet<AddressRow> {
+    leases.values().filter_map(|lease| Some((lease.mac.parse().ok()?, lease.ip))).collect()
 }
 
 async fn repair_taps(network: &NetworkConfig, netlink: &Netlink, bridge: u32) -> Result<(), BridgeError> {

@@ -363,7 +363,6 @@ impl Daemon {
     async fn sweep(&mut self) {
         let checkpoint = self.server.checkpoint();
         let effects = self.server.sweep(Timestamp::now());
-        self.restore_file().await;
         if let Err(message) = self.commit(&effects).await {
             tracing::warn!(message, "lapsed leases stay until the next sweep");
             self.undo(checkpoint, 0).await;
@@ -372,8 +371,9 @@ impl Daemon {
         bridge::coexist_with_others(&self.network).await;
     }
 
-    /// Looks after the network and repairs it.
+    /// Looks after the network and repairs it. The lease file comes first, since the filter goes by it.
     async fn mend(&mut self) {
+        self.restore_file().await;
         match self.is_intact().await {
             Ok(true) => {}
             Ok(false) => drop(self.repair().await),
@@ -381,14 +381,16 @@ impl Daemon {
         }
     }
 
-    /// Writes the lease file again if somebody took it away.
+    /// Writes the lease file again if somebody took it away or changed it: the leases are this task's own.
     async fn restore_file(&self) {
-        let leases = self.server.leases();
-        if !leases.is_empty()
-            && !self.network.lease_file().exists()
-            && let Err(message) = self.save().await
-        {
-            tracing::warn!(message, "the lease file is gone and cannot be written again now");
+        let kept = leases::parse(&leases::render(&self.server.leases())).unwrap_or_default().all();
+        let found = leases::load(&self.network.lease_file()).map(|found| found.all());
+        if found.is_ok_and(|found| found == kept) {
+            return;
+        }
+        tracing::warn!(file = %self.network.lease_file().display(), "the lease file was changed by somebody else; it is written again");
+        if let Err(message) = self.save().await {
+            tracing::warn!(message, "the lease file cannot be written again now");
         }
     }
 

@@ -91,6 +91,12 @@ impl Parsed {
         live.map(|lease| (lease.mac.clone(), lease.clone())).collect()
     }
 
+    /// As [`Self::live`], with those that have lapsed.
+    #[must_use]
+    pub fn all(&self) -> BTreeMap<String, Lease> {
+        self.live(Timestamp::MIN)
+    }
+
     /// The address of `mac` at `now`, unless another MAC's live row claims the same address.
     #[must_use]
     pub fn resolve(&self, mac: &str, now: Timestamp) -> Option<Ipv4Addr> {

@@ -21,7 +21,7 @@ use crate::{
     names::{self, Mac},
     netlink::{Link, Netlink, Port},
     nft,
-    rules::{self, TapRow},
+    rules::{self, Rows, TapRow},
     sys,
 };
 
@@ -182,11 +182,11 @@ pub(crate) async fn cut_off(network: &NetworkConfig) -> Result<usize, LinkError>
     Ok(taps.len())
 }
 
-/// Removes rows whose tap is gone. Rows are listed before interfaces, so a tap being made is safe.
+/// Removes rows whose tap is gone or has another MAC. Rows are listed before interfaces, so a tap being made is safe.
 pub(crate) async fn drop_stale_rows(network: &NetworkConfig, netlink: &Netlink) -> Result<(), LinkError> {
     let rows = rows_or_none(network, &network.bridge).await?;
     let links = netlink.links().await.map_err(kernel("listing interfaces", &network.bridge))?;
-    remove_rows(network, rows.into_iter().filter(|(tap, _)| !exists(&links, tap)).collect()).await
+    remove_rows(network, rows.into_iter().filter(|row| is_stale(network, &links, row)).collect()).await
 }
 
 struct New<'a> {
@@ -255,8 +255,8 @@ async fn find_bridge(netlink: &Netlink, network: &NetworkConfig) -> Result<Link,
 }
 
 async fn list_rows(network: &NetworkConfig, interface: &str) -> Result<BTreeSet<TapRow>, LinkError> {
-    let listed = nft::list_json(&rules::list_rows(&network.bridge)).await;
-    listed.map(|objects| rules::parse_rows(&objects)).map_err(|message| filter(interface, message))
+    let listed = nft::list_json(&Rows::list(&network.bridge)).await;
+    listed.map(|objects| Rows::parse(&objects).taps()).map_err(|message| filter(interface, message))
 }
 
 /// As [`list_rows`], but a table that is not there has no rows.
@@ -285,7 +285,15 @@ fn mac_of(network: &NetworkConfig, link: &Link) -> Option<Mac> {
     link.alternatives.iter().find_map(|name| names::mac_of_alternative(&network.bridge, name))
 }
 
-pub(crate) fn exists(links: &[Link], name: &str) -> bool {
+/// Whether a row lets nobody of ours through. Of an interface that is not named as ours yet, the row stays.
+pub(crate) fn is_stale(network: &NetworkConfig, links: &[Link], (tap, mac): &TapRow) -> bool {
+    match links.iter().find(|link| link.name == *tap) {
+        None => true,
+        Some(link) => mac_of(network, link).is_some_and(|own| own != *mac),
+    }
+}
+
+fn exists(links: &[Link], name: &str) -> bool {
     links.iter().any(|link| link.name == name)
 }
 

@@ -37,6 +37,14 @@ impl Mac {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
     }
 
+    /// From its 48 bits.
+    pub(crate) fn from_number(number: u64) -> Option<Self> {
+        match number.to_be_bytes() {
+            [0, 0, bytes @ ..] => Some(Self(bytes)),
+            _ => None,
+        }
+    }
+
     /// Twelve hexadecimal digits.
     pub(crate) fn hex(self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()

@@ -1,7 +1,7 @@
 //! The one way to the packet filter: the `nft` program, fed on its standard input.
 //!
-//! Entry points: [`apply`] (one transaction: all or nothing), [`list`] and [`list_json`]. `nft` works in the network
-//! namespace of the calling thread. Invariant: a call ends within [`LIMIT`].
+//! Entry points: [`apply`] (one transaction: all or nothing), [`list`], [`list_json`] and [`list_made`]. `nft` works in
+//! the network namespace of the calling thread. Invariant: a call ends within [`LIMIT`].
 
 use std::{process::Stdio, time::Duration};
 
@@ -12,18 +12,25 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 /// Runs `text` as one transaction. The error is what `nft` said.
 pub(crate) async fn apply(text: &str) -> Result<(), String> {
-    run(&["-f", "-"], text).await.map(drop)
+    run("nft", &["-f", "-"], text).await.map(drop)
 }
 
 /// Runs one listing command, without counters and without the content of sets.
 pub(crate) async fn list(command: &str) -> Result<String, String> {
-    run(&["-s", "-t", command], "").await
+    run("nft", &["-s", "-t", command], "").await
+}
+
+/// What [`list`] says of two tables that `text` makes, where nobody can change them in between: in a network namespace
+/// that lives as long as this call.
+pub(crate) async fn list_made(text: &str, [first, second]: &[String; 2]) -> Result<String, String> {
+    const SCRIPT: &str = r#"nft -f - && nft -s -t "$0" && nft -s -t "$1""#;
+    run("unshare", &["--net", "sh", "-c", SCRIPT, first, second], text).await
 }
 
 /// Runs one listing command, with handles. (Given on standard input together with `-j`, nft 1.0.6 prints
 /// nothing and succeeds.)
 pub(crate) async fn list_json(command: &str) -> Result<Vec<Value>, String> {
-    let text = run(&["-j", "-a", command], "").await?;
+    let text = run("nft", &["-j", "-a", command], "").await?;
     let answer = serde_json::from_str::<Value>(&text);
     match answer.map(|mut answer| answer.get_mut("nftables").map(Value::take)) {
         Ok(Some(Value::Array(objects))) => Ok(objects),
@@ -31,21 +38,23 @@ pub(crate) async fn list_json(command: &str) -> Result<Vec<Value>, String> {
     }
 }
 
-async fn run(arguments: &[&str], text: &str) -> Result<String, String> {
-    tokio::time::timeout(LIMIT, feed(arguments, text))
+async fn run(program: &str, arguments: &[&str], text: &str) -> Result<String, String> {
+    tokio::time::timeout(LIMIT, feed(program, arguments, text))
         .await
         .unwrap_or_else(|_| Err(format!("nft did not answer within {} s", LIMIT.as_secs())))
 }
 
-async fn feed(arguments: &[&str], text: &str) -> Result<String, String> {
-    let mut child = Command::new("nft")
+async fn feed(program: &str, arguments: &[&str], text: &str) -> Result<String, String> {
+    let mut child = Command::new(program)
         .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
-        .map_err(|error| format!("cannot start nft ({error}); install it with `apt-get install nftables`"))?;
+        .map_err(|error| {
+            format!("cannot start {program} ({error}); install it with `apt-get install nftables util-linux`")
+        })?;
     if let Some(mut stdin) = child.stdin.take() {
         // A child that refuses early closes its end; what it has to say is on its stderr.
         let _ = stdin.write_all(text.as_bytes()).await;

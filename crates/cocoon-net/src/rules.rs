@@ -92,7 +92,11 @@ table inet {table} {{
 
 /// The `bridge` table: rules are replaced, rows of taps are kept and `taps` added to them, the rows of
 /// addresses become exactly `addresses`.
-pub(crate) fn tap_table(network: &NetworkConfig, taps: &[TapRow], addresses: &[AddressRow]) -> String {
+pub(crate) fn tap_table(
+    network: &NetworkConfig,
+    taps: &BTreeSet<TapRow>,
+    addresses: &BTreeSet<AddressRow>,
+) -> String {
     let mut text = tap_rules(&table_name(&network.bridge), network.gateway);
     for (tap, mac) in taps {
         text.push_str(&add_tap(&network.bridge, tap, *mac));
@@ -195,10 +199,11 @@ pub(crate) fn delete_address(bridge: &str, mac: Mac, ip: Ipv4Addr) -> String {
 
 /// Removes both tables, which need not be there.
 pub(crate) fn delete_tables(bridge: &str) -> String {
-    let table = table_name(bridge);
-    ["inet", "bridge"]
-        .map(|family| format!("add table {family} {table}\ndelete table {family} {table}\n"))
-        .concat()
+    ["inet", "bridge"].map(|family| delete_table(family, &table_name(bridge))).concat()
+}
+
+fn delete_table(family: &str, table: &str) -> String {
+    format!("add table {family} {table}\ndelete table {family} {table}\n")
 }
 
 /// The commands that list both tables. One a call: two in one input confuse the cache of nft 1.0.6.
@@ -207,34 +212,74 @@ pub(crate) fn list_tables(bridge: &str) -> [String; 2] {
     ["inet", "bridge"].map(|family| format!("list table {family} {table}"))
 }
 
-/// The command that lists the rows of taps.
-pub(crate) fn list_rows(bridge: &str) -> String {
-    format!("list set bridge {} macs", table_name(bridge))
+/// Removes the `bridge` table, which need not be there, with whatever somebody put into it.
+pub(crate) fn delete_tap_table(bridge: &str) -> String {
+    delete_table("bridge", &table_name(bridge))
 }
 
-/// The command that lists the taps that are filtered.
-pub(crate) fn list_filtered(bridge: &str) -> String {
-    format!("list set bridge {} taps", table_name(bridge))
+/// The rows of the sets of a `bridge` table.
+#[derive(Debug, Default)]
+pub(crate) struct Rows {
+    taps: BTreeSet<String>,
+    macs: BTreeSet<TapRow>,
+    chaddrs: BTreeSet<TapRow>,
+    addrs: BTreeSet<AddressRow>,
 }
 
-/// The taps in the answer to [`list_filtered`].
-pub(crate) fn parse_filtered(objects: &[Value]) -> BTreeSet<String> {
-    elements(objects).filter_map(|element| Some(element.as_str()?.to_owned())).collect()
+impl Rows {
+    /// The command whose answer [`Rows::parse`] reads.
+    pub(crate) fn list(bridge: &str) -> String {
+        format!("list table bridge {}", table_name(bridge))
+    }
+
+    /// The rows in an answer to [`Rows::list`].
+    pub(crate) fn parse(objects: &[Value]) -> Self {
+        Self {
+            taps: elements(objects, "taps").filter_map(|tap| Some(tap.as_str()?.to_owned())).collect(),
+            macs: pairs(objects, "macs")
+                .filter_map(|(tap, mac)| Some((tap, mac.as_str()?.parse().ok()?)))
+                .collect(),
+            chaddrs: pairs(objects, "chaddrs")
+                .filter_map(|(tap, mac)| Some((tap, Mac::from_number(mac.as_u64()?)?)))
+                .collect(),
+            addrs: pairs(objects, "addrs")
+                .filter_map(|(mac, ip)| Some((mac.parse().ok()?, ip.as_str()?.parse().ok()?)))
+                .collect(),
+        }
+    }
+
+    /// Each tap and MAC that some row lets through.
+    pub(crate) fn taps(self) -> BTreeSet<TapRow> {
+        self.macs.into_iter().chain(self.chaddrs).collect()
+    }
+
+    /// Whether `tap` is filtered, to `mac`.
+    pub(crate) fn filter(&self, tap: &str, mac: Mac) -> bool {
+        let row = (tap.to_owned(), mac);
+        self.taps.contains(tap) && self.macs.contains(&row) && self.chaddrs.contains(&row)
+    }
+
+    /// Whether all of `live` may be used, and nothing that is not in `known`.
+    pub(crate) fn grant(&self, live: &BTreeSet<AddressRow>, known: &BTreeSet<AddressRow>) -> bool {
+        live.is_subset(&self.addrs) && self.addrs.is_subset(known)
+    }
 }
 
-/// The rows in the answer to [`list_rows`].
-pub(crate) fn parse_rows(objects: &[Value]) -> BTreeSet<TapRow> {
-    elements(objects)
-        .filter_map(|element| {
-            let pair = element.get("concat")?.as_array()?;
-            let (tap, mac) = (pair.first()?.as_str()?, pair.get(1)?.as_str()?);
-            Some((tap.to_owned(), mac.parse().ok()?))
-        })
-        .collect()
+/// The rows of a set of two columns, of which the first is text.
+fn pairs<'a>(objects: &'a [Value], set: &'a str) -> impl Iterator<Item = (String, &'a Value)> {
+    elements(objects, set).filter_map(|element| {
+        let [first, second] = element.get("concat")?.as_array()?.as_slice() else { return None };
+        Some((first.as_str()?.to_owned(), second))
+    })
 }
 
-fn elements(objects: &[Value]) -> impl Iterator<Item = &Value> {
-    objects.iter().filter_map(|object| object.pointer("/set/elem")?.as_array()).flatten()
+fn elements<'a>(objects: &'a [Value], set: &'a str) -> impl Iterator<Item = &'a Value> {
+    objects
+        .iter()
+        .filter_map(|object| object.get("set"))
+        .filter(move |found| found.get("name").and_then(Value::as_str) == Some(set))
+        .filter_map(|found| found.get("elem")?.as_array())
+        .flatten()
 }
 
 #[cfg(test)]
@@ -245,8 +290,8 @@ mod tests {
     fn the_filter_of_a_network_is_this_text() {
         let network = crate::testing::network(std::path::Path::new("/nowhere"));
         let (mac, ip) = (Mac::new([0x52, 0x54, 0, 0xab, 0xcd, 1]), Ipv4Addr::new(10, 77, 0, 9));
-        let taps = [("bt0-0".to_owned(), mac)];
-        insta::assert_snapshot!(host_table(&network, "note") + &tap_table(&network, &taps, &[(mac, ip)]));
+        let (taps, addresses) = (BTreeSet::from([("bt0-0".to_owned(), mac)]), BTreeSet::from([(mac, ip)]));
+        insta::assert_snapshot!(host_table(&network, "note") + &tap_table(&network, &taps, &addresses));
     }
 
     #[test]
@@ -273,12 +318,25 @@ mod tests {
 
     #[test]
     fn rows_come_back_from_what_nft_prints() {
-        let printed = serde_json::json!({"set": {"family": "bridge", "name": "macs", "table": "cocoon_c0",
-            "type": ["ifname", "ether_addr"], "handle": 2, "elem": [{"concat": ["bt0-0", "52:54:00:ab:cd:01"]}, {"strange": 1}]}});
-        let rows = parse_rows(&[serde_json::json!({"metainfo": {}}), printed]);
-        assert_eq!(
-            rows.into_iter().collect::<Vec<_>>(),
-            [("bt0-0".to_owned(), Mac::new([0x52, 0x54, 0, 0xab, 0xcd, 1]))]
-        );
+        let set = |name: &str, elements: Value| serde_json::json!({"set": {"family": "bridge", "name": name, "table": "cocoon_c0", "elem": elements}});
+        let printed = [
+            serde_json::json!({"metainfo": {}}),
+            set("taps", serde_json::json!(["bt0-0", 7])),
+            set("macs", serde_json::json!([{"concat": ["bt0-0", "52:54:00:ab:cd:01"]}, {"strange": 1}])),
+            set(
+                "chaddrs",
+                serde_json::json!([{"concat": ["bt0-0", 0x5254_00ab_cd01_u64]}, {"concat": ["x", 1_u64 << 48]}]),
+            ),
+            set(
+                "addrs",
+                serde_json::json!([{"concat": ["52:54:00:ab:cd:01", "10.0.0.4"]}, {"concat": ["x"]}]),
+            ),
+        ];
+        let mac = Mac::new([0x52, 0x54, 0, 0xab, 0xcd, 1]);
+        let (rows, leases) = (Rows::parse(&printed), BTreeSet::from([(mac, Ipv4Addr::new(10, 0, 0, 4))]));
+        assert!(rows.filter("bt0-0", mac) && !rows.filter("bt0-1", mac));
+        assert!(rows.grant(&leases, &leases) && rows.grant(&BTreeSet::new(), &leases));
+        assert!(!rows.grant(&leases, &BTreeSet::new()) && !Rows::default().grant(&leases, &leases));
+        assert_eq!(Vec::from_iter(rows.taps()), [("bt0-0".to_owned(), mac)]);
     }
 }
