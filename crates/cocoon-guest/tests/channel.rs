@@ -21,7 +21,8 @@ use tokio::{
 };
 use tokio_util::compat::{FuturesAsyncReadCompatExt, TokioAsyncReadCompatExt};
 
-const LIMIT: Duration = Duration::from_secs(10);
+/// Ends a test that hangs; nothing waits for it otherwise.
+const LIMIT: Duration = Duration::from_secs(120);
 
 struct Still;
 
@@ -83,13 +84,12 @@ fn alive(command: &str) -> bool {
 }
 
 async fn becomes(wanted: bool, command: &str) {
-    for _ in 0..500 {
-        if alive(command) == wanted {
-            return;
+    let waiting = async {
+        while alive(command) != wanted {
+            sleep(Duration::from_millis(10)).await;
         }
-        sleep(Duration::from_millis(10)).await;
-    }
-    panic!("`{command}` runs: {}", !wanted);
+    };
+    timeout(LIMIT, waiting).await.unwrap_or_else(|_| panic!("`{command}` runs: {}", !wanted));
 }
 
 #[tokio::test]
@@ -212,7 +212,7 @@ async fn lost_at_work(port: &Port, far: StdStream) -> (Channel, ExecSession) {
         serve(&mut link, &machine).await;
     });
     let channel = Channel::open(port.host(), LIMIT).await.unwrap();
-    let mut session = channel.exec(sh("sleep 5")).await.unwrap();
+    let mut session = channel.exec(sh("sleep 600")).await.unwrap();
     assert!(matches!(session.events.recv().await, Some(Ok(ExecEvent::Started(_)))));
     agent.abort();
     (channel, session)

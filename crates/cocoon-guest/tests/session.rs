@@ -3,7 +3,7 @@
 
 use std::{
     sync::{Arc, Mutex},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -14,8 +14,11 @@ use cocoon_guest::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split},
     sync::Notify,
-    time::{sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
+
+/// Ends a test that hangs; nothing waits for it otherwise.
+const HANGS: Duration = Duration::from_secs(120);
 
 /// Notes what it was asked, and refuses a host name of "bad".
 #[derive(Default)]
@@ -60,7 +63,7 @@ impl Client {
     }
 
     async fn next(&mut self) -> Option<Frame> {
-        timeout(Duration::from_secs(10), self.frames.next()).await.expect("the session is silent").unwrap()
+        timeout(HANGS, self.frames.next()).await.expect("the session is silent").unwrap()
     }
 
     /// Output and the terminal frame.
@@ -84,14 +87,31 @@ fn alive(marker: &str) -> bool {
     })
 }
 
-async fn dies(marker: &str) {
-    for _ in 0..100 {
-        if !alive(marker) {
-            return;
+/// Waits until a command with this in its line runs, or until none does.
+async fn becomes(wanted: bool, marker: &str) {
+    let waiting = async {
+        while alive(marker) != wanted {
+            sleep(Duration::from_millis(20)).await;
         }
-        sleep(Duration::from_millis(20)).await;
+    };
+    timeout(HANGS, waiting).await.unwrap_or_else(|_| panic!("{marker} runs: {}", !wanted));
+}
+
+async fn dies(marker: &str) {
+    becomes(false, marker).await;
+}
+
+/// Ends the commands with this in their line.
+fn end(marker: &str) {
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let Ok(pid) = entry.file_name().to_string_lossy().parse() else { continue };
+        if String::from_utf8_lossy(&line).contains(marker) {
+            let pid = rustix::process::Pid::from_raw(pid).unwrap();
+            // Gone already is as good.
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
     }
-    panic!("{marker} lives on");
 }
 
 /// A sleep that no other test sleeps, so that it can be found.
@@ -134,8 +154,7 @@ async fn a_client_that_goes_takes_the_whole_process_group_with_it() {
     let (mut client, pause) = (session(), long_sleep(1));
     client.send(sh(&format!("{pause} & {pause}"))).await;
     assert_eq!(client.next().await.map(|frame| frame.kind), Some(Kind::Started));
-    sleep(Duration::from_millis(100)).await;
-    assert!(alive(&pause.replace(' ', "\0")));
+    becomes(true, &pause.replace(' ', "\0")).await;
     client.gone.notify_one();
     dies(&pause.replace(' ', "\0")).await;
 }
@@ -150,7 +169,7 @@ async fn a_malformed_frame_is_an_error_and_kills_the_command() {
     let mut raw = writer.into_inner();
     raw.write_all(b"garbage\n").await.unwrap();
     let mut frames = frames;
-    let error = timeout(Duration::from_secs(5), frames.next()).await.unwrap().unwrap().unwrap();
+    let error = timeout(HANGS, frames.next()).await.unwrap().unwrap().unwrap();
     assert_eq!(error.kind, Kind::Error);
     dies(&pause.replace(' ', "\0")).await;
 }
@@ -169,11 +188,27 @@ async fn the_end_of_the_stream_ends_standard_input() {
 
 #[tokio::test]
 async fn pipes_left_to_others_are_waited_for_two_seconds_and_no_more() {
-    let (mut client, begun) = (session(), Instant::now());
-    client.send(sh("echo hi; sleep 30 &")).await;
-    let (output, end) = client.rest().await;
-    assert_eq!((output, end), (b"hi\n".to_vec(), Frame::exit(0)));
-    assert!((Duration::from_millis(1800)..Duration::from_secs(4)).contains(&begun.elapsed()));
+    let (mut client, begun, pause) = (session(), Instant::now(), long_sleep(3));
+    client.send(sh(&format!("echo $$; {pause} & exit 0"))).await;
+    assert_eq!(client.next().await.map(|frame| frame.kind), Some(Kind::Started));
+    let said = client.next().await.unwrap().data;
+    let shell = String::from_utf8(said).unwrap();
+    // Only the session takes an ended shell away, and in the same step it looks at the clock.
+    let ended = async {
+        while std::path::Path::new("/proc").join(shell.trim()).exists() {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(HANGS, ended).await.expect("the shell does not end");
+    // From here on time passes only by what is waited for.
+    tokio::time::pause();
+    let waited = Instant::now();
+    assert_eq!(client.rest().await, (Vec::new(), Frame::exit(0)));
+    assert!(begun.elapsed() >= Duration::from_millis(1800), "{:?}", begun.elapsed());
+    assert!(waited.elapsed() <= Duration::from_millis(2200), "{:?}", waited.elapsed());
+    let pause = pause.replace(' ', "\0");
+    assert!(alive(&pause), "it was not waited for to its end");
+    end(&pause);
 }
 
 #[tokio::test]

@@ -47,7 +47,8 @@ pub fn private_folder(path: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// An exclusive lock on a file, held until dropped or until the process dies. A holder that
+/// An exclusive lock on a file, held until dropped or until the process dies: a process that is just being
+/// started shares every descriptor until its exec, and does not keep what was dropped. A holder that
 /// unlinks its file must be the last one to want it, and whoever waited must look again: a lock on an
 /// unlinked file guards nothing.
 #[derive(Debug)]
@@ -97,6 +98,13 @@ impl Lock {
     }
 }
 
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing alone lets go only once nobody shares the descriptor any more.
+        let _ = flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,6 +127,17 @@ mod tests {
         let held = Lock::try_acquire(&path).unwrap();
         assert!(held.is_some());
         assert!(Lock::try_acquire(&path).unwrap().is_none());
+        drop(held);
+        assert!(Lock::try_acquire(&path).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_dropped_lock_is_free_even_if_a_starting_process_still_shares_its_descriptor() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let held = Lock::try_acquire(&path).unwrap().unwrap();
+        // As a fork does; the kernel keeps one lock for all that share it.
+        let _shared = held.file().try_clone().unwrap();
         drop(held);
         assert!(Lock::try_acquire(&path).unwrap().is_some());
     }
