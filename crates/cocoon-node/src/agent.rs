@@ -22,6 +22,7 @@ use thiserror::Error;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    arrivals,
     cluster::{Cluster, Show, Tone},
     config::NodeConfig,
     events::Events,
@@ -174,6 +175,7 @@ impl Work {
             watch.follow(position, &router, shutdown.clone()),
             poll(&context, &health, shutdown.clone()),
             upkeep(&context, shutdown.clone()),
+            arrivals::watch(&context, shutdown.clone()),
             leases::sweep(&context, shutdown.clone()),
             registrar.run(shutdown),
         );

@@ -18,6 +18,7 @@
 //! Invariants are those of design §4; where one is kept, its name (I1 … I9) is in a comment.
 
 pub mod agent;
+mod arrivals;
 pub mod cluster;
 pub mod config;
 pub mod events;
@@ -34,6 +35,7 @@ pub mod pods;
 pub mod ports;
 pub mod reason;
 pub mod record;
+mod rounds;
 pub mod sizes;
 pub mod status;
 pub mod view;

@@ -61,6 +61,19 @@ async fn a_short_push_and_one_of_unknown_length_go_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn where_a_pause_may_only_be_short_a_shorter_push_counts_as_long() {
+    for (limit, ahead) in [(30, 1), (60, 0)] {
+        let (stage, _) = large().await;
+        let stage = stage.with_pause_limit(Duration::from_secs(limit));
+        // Estimated: 18 s.
+        stage.fake.world().throughput = Some(55 << 20);
+        stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+        stage.until_lifecycle("u1", "hibernated").await;
+        assert_eq!(stage.fake.calls("blobs"), ahead, "{limit}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn whatever_fails_ahead_only_skips_it_with_one_event() {
     for (call, reason) in [
         ("save", Reason::DiskFull),

@@ -1,7 +1,7 @@
 //! What a failing pod costs: at most 5 engine calls and 10 API writes in any minute, for each kind of failure.
 //!
-//! The list of all VMs, once a second for all pods together, is nobody's own call. A push and a pull read or
-//! write the engine's store once.
+//! The list of all VMs, once a second for all pods together, is nobody's own call; nor is the look whether what
+//! pods wait for is here (`arrivals`). A push and a pull read or write the engine's store once.
 
 use std::time::Duration;
 

@@ -114,6 +114,12 @@ impl Directory {
         self.tables().seats.values().any(|seat| seat.vm_id == vm_id)
     }
 
+    /// Whether some pod's VM of this name runs.
+    #[must_use]
+    pub fn runs(&self, vm_name: &str) -> bool {
+        self.tables().seats.values().any(|seat| seat.running && seat.vm_name == vm_name)
+    }
+
     /// Notes where a pod's VM is.
     pub(crate) fn sit(&self, key: &PodKey, seat: Seat) {
         self.tables().seats.insert(key.clone(), seat);

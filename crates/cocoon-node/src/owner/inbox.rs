@@ -14,7 +14,7 @@ use tokio::{
 
 use crate::{
     planner::observation::Reach,
-    ports::{SnapshotView, VmView},
+    ports::{Awaited, SnapshotView, VmView},
     reason::{Reason, Trouble},
     record::OwnerRecord,
 };
@@ -60,6 +60,9 @@ struct State {
     askers: Vec<oneshot::Sender<BaselineAnswer>>,
     /// Namespace and UID of the owner record; empty without one.
     recorded: (String, String),
+    /// What the pod's VM cannot be made without and was not found.
+    awaits: Option<Awaited>,
+    arrived: bool,
 }
 
 /// The inbox of one owner.
@@ -122,6 +125,28 @@ impl Inbox {
     pub fn reach(&self, reach: Reach) {
         self.state().reach = Some(reach);
         self.bell.notify_one();
+    }
+
+    /// What the owner waits for, because it was missing.
+    #[must_use]
+    pub fn awaits(&self) -> Option<Awaited> {
+        self.state().awaits.clone()
+    }
+
+    /// What the owner waits for is here.
+    pub fn arrived(&self) {
+        self.state().arrived = true;
+        self.bell.notify_one();
+    }
+
+    /// What the owner waits for from now on.
+    pub(super) fn await_arrival(&self, what: Option<Awaited>) {
+        self.state().awaits = what;
+    }
+
+    /// Whether something arrived since this was asked last.
+    pub(super) fn take_arrived(&self) -> bool {
+        std::mem::take(&mut self.state().arrived)
     }
 
     /// Asks for the baseline, on behalf of a pod of `namespace`.

@@ -5,8 +5,8 @@
 use crate::{
     cluster::Tone,
     owner::{known, newer::asks_otherwise, task::Owner},
-    planner::observation::{Cooling, Seen, Silence, Wish},
-    ports::VmPhase,
+    planner::observation::{Cooling, How, Seen, Silence, Wish},
+    ports::{Awaited, VmPhase},
     reason::{Reason, Trouble},
     wish,
 };
@@ -21,7 +21,29 @@ impl Owner {
         }
         self.take_listed();
         self.take_wish();
+        self.take_arrival();
         self.take_cooling();
+    }
+
+    /// What the pod waited for is here: it is tried at once, whatever the back-off says.
+    fn take_arrival(&mut self) {
+        if self.inbox.take_arrived() && self.awaited().is_some() {
+            self.start_over(false);
+            self.retry.came(self.context.world.instant());
+        }
+    }
+
+    /// What the pod's VM cannot be made without, if just that was missing.
+    pub(super) fn awaited(&self) -> Option<Awaited> {
+        let wish = self.o.wish.as_ref().filter(|wish| wish.managed && !wish.deleting && !wish.gone)?;
+        match (self.o.failure.as_ref()?.reason, &wish.how) {
+            (Reason::ImageNotFound, How::Run) => Some(Awaited::Image(wish.image.clone())),
+            (Reason::SnapshotNotFound, How::Clone(source)) => {
+                Some(Awaited::Snapshot(source.repository.clone(), source.reference.clone()))
+            }
+            (Reason::ForkSourceUnavailable, How::Fork(source)) => Some(Awaited::Vm(source.clone())),
+            _ => None,
+        }
     }
 
     pub(super) fn take_listed(&mut self) {

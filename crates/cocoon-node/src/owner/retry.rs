@@ -25,12 +25,14 @@ pub(super) struct Retry {
     due: Option<Instant>,
     calls: VecDeque<Instant>,
     failing: bool,
+    /// When something that was missing came last.
+    came: Option<Instant>,
 }
 
 impl Retry {
     pub(super) const fn new() -> Self {
         let backoff = Backoff::new(ORDINARY.0, ORDINARY.1);
-        Self { backoff, due: None, calls: VecDeque::new(), failing: false }
+        Self { backoff, due: None, calls: VecDeque::new(), failing: false, came: None }
     }
 
     /// An engine call was made.
@@ -47,6 +49,17 @@ impl Retry {
         let (first, ceiling) = if deleting { DELETE } else { ORDINARY };
         self.backoff = Backoff::new(first, ceiling);
         (self.due, self.failing) = (None, false);
+    }
+
+    /// What was missing came: start over. Once a minute, that is; what comes and goes makes the next attempt due, but
+    /// its calls stay within the budget.
+    pub(super) fn came(&mut self, now: Instant) {
+        let again = self.came.is_some_and(|before| now.duration_since(before) < WINDOW);
+        if !again {
+            self.came = Some(now);
+        }
+        self.reset(false);
+        self.failing = again;
     }
 
     /// An attempt failed: the next is due later.

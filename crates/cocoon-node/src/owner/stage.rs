@@ -151,6 +151,8 @@ impl Stage {
         pods.into_iter().for_each(|pod| router.route(Change::Seen(Arc::new(pod))));
         context.open.cancel();
         let poller = tokio::spawn(poll(Arc::clone(&context), fake.clone()));
+        let (watcher, ended) = (Arc::clone(&context), context.shutdown.clone());
+        context.spawn(async move { crate::arrivals::watch(&watcher, ended).await });
         Self { fake, api, context, router, registry, pause_limit, poller }
     }
 

@@ -175,6 +175,7 @@ impl Owner {
     /// Takes what was posted, works out the wish, shows what follows.
     async fn look_around(&mut self) {
         self.take_inbox();
+        self.inbox.await_arrival(self.awaited());
         self.tend_vm();
         self.say_oddities();
         self.show();

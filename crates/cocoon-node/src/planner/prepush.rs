@@ -3,9 +3,11 @@
 //! save (guest runs) → push its blobs, no tag → drop the local copy → the ordinary hibernation, whose push finds
 //! most blobs there. Whatever fails or is cut off here only skips it; the copy is dropped in every case.
 
+use std::time::Duration;
+
 use crate::{
     planner::{
-        LONG_PUSH, Look, Step, either, hibernate, live_name, need, note,
+        LONG_PUSH, Look, PAUSE_LIMIT, Step, either, hibernate, live_name, need, note,
         observation::{Observation, Seen, Wish},
         up,
     },
@@ -20,9 +22,14 @@ pub(super) fn first(o: &Observation, record: &OwnerRecord) -> Option<Step> {
     }
     match &o.push_time {
         Seen::Unknown => Some(Step::Look(Look::PushTime)),
-        Seen::Known(Some(time)) if *time > LONG_PUSH => Some(note(record, Phase::Prepushing)),
+        Seen::Known(Some(time)) if *time > long(o) => Some(note(record, Phase::Prepushing)),
         Seen::Known(_) | Seen::Failed(_) => None,
     }
+}
+
+/// From when on a push is long: a guest that may be paused for a short time only cannot wait for the usual one.
+fn long(o: &Observation) -> Duration {
+    LONG_PUSH.min(o.pause_limit.unwrap_or(PAUSE_LIMIT) / 2)
 }
 
 pub(super) fn plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Step {
@@ -38,7 +45,7 @@ fn try_plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Step, 
     let running = phase == Some(VmPhase::Running);
     if running && wish.hibernate && !o.prepushed {
         return Ok(match &o.push_time {
-            Seen::Known(Some(time)) if *time > LONG_PUSH => Step::Prepush(Box::new(request(wish, record))),
+            Seen::Known(Some(time)) if *time > long(o) => Step::Prepush(Box::new(request(wish, record))),
             Seen::Unknown => Step::Look(Look::PushTime),
             // Another process began this and nobody knows any more whether it is worth while.
             Seen::Known(_) | Seen::Failed(_) => finish(o, wish, note(record, hibernate::fresh_round())),

@@ -363,6 +363,17 @@ impl Images for Fake {
             || PortError::new(Reason::ImageNotFound, format!("image {image:?} is nowhere; import it"));
         there.then(|| image.to_owned()).ok_or_else(missing)
     }
+
+    async fn here(&self, wanted: &BTreeSet<Awaited>) -> PortResult<BTreeSet<Awaited>> {
+        self.begin("here", "")?;
+        let world = self.world();
+        let is_here = |what: &&Awaited| match what {
+            Awaited::Image(image) => world.images.contains(image),
+            Awaited::Snapshot(repository, tag) => world.tags.contains_key(&format!("{repository}:{tag}")),
+            Awaited::Vm(_) => false,
+        };
+        Ok(wanted.iter().filter(is_here).cloned().collect())
+    }
 }
 
 #[async_trait]

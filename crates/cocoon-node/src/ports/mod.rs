@@ -231,11 +231,40 @@ pub trait Snapshots: Send + Sync + fmt::Debug {
     async fn remove(&self, name: &str) -> PortResult<()>;
 }
 
+/// Something that a pod's VM is made of and that was missing.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Awaited {
+    /// An image, as the pod names it.
+    Image(String),
+    /// A snapshot in the registry: repository and tag or digest.
+    Snapshot(String, String),
+    /// A VM of this node, by name.
+    Vm(String),
+}
+
+impl fmt::Display for Awaited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Image(image) => write!(f, "image {image}"),
+            Self::Snapshot(repository, reference) => {
+                write!(f, "snapshot {}", cocoon_oci::reference::local(repository, reference))
+            }
+            Self::Vm(name) => write!(f, "VM {name}"),
+        }
+    }
+}
+
 /// Images to boot from.
 #[async_trait]
 pub trait Images: Send + Sync + fmt::Debug {
     /// Makes the image local; returns the local ref to run. `force` asks the registry again.
     async fn ensure(&self, image: &str, force: bool) -> PortResult<String>;
+    /// Which of these images and snapshots [`Images::ensure`] or a pull would find now. Asked every few seconds for
+    /// all pods at once, so it must cost next to nothing; what cannot tell so cheaply knows of none.
+    async fn here(&self, wanted: &BTreeSet<Awaited>) -> PortResult<BTreeSet<Awaited>> {
+        let _ = wanted;
+        Ok(BTreeSet::new())
+    }
 }
 
 /// A command that runs in a guest.

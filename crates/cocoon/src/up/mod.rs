@@ -156,8 +156,8 @@ async fn open(args: &UpArgs, folder: &DataFolder) -> anyhow::Result<Opened> {
     let registry = Arc::new(open_registry(folder)?);
     let plane = open_plane(folder, &credentials, &world).await?;
     let engine = Engine::open(engine_config(args, folder, &network), Arc::clone(&world)).await?;
-    let (tags, records): (Arc<dyn Registry>, _) = (registry.clone(), folder.join("node.db"));
-    let ports = cocoon_node::ports::real::ports(engine.clone(), tags, &network, &records)
+    let records = folder.join("node.db");
+    let ports = cocoon_node::ports::real::in_folder(engine.clone(), &registry, &network, &records)
         .context("opening the node's records")?;
     let kubeconfig = folder.join("kubeconfig");
     Ok(Opened {

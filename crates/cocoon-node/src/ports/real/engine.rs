@@ -98,16 +98,12 @@ impl Vms for EnginePort {
     }
 
     async fn capture_size(&self, vm: &str) -> PortResult<Option<u64>> {
-        let found = match self.engine.inspect(vm).await {
-            Ok(found) if found.pid != 0 => found,
-            Ok(_) | Err(LookupError::VmNotFound(_)) => return Ok(None),
-            Err(error) => return Err(lookup(&format!("inspecting VM {vm}"), error)),
-        };
-        let disks = found.storage_configs.into_iter().filter(|disk| !disk.ro);
-        let paths: Vec<PathBuf> = disks.map(|disk| disk.path.into()).collect();
-        let pid = found.pid;
-        let sum = move || Some(memory_of(pid)?.saturating_add(allocated(&paths)));
-        Ok(tokio::task::spawn_blocking(sum).await.unwrap_or_default())
+        match self.engine.capture_size(vm).await {
+            Err(LookupError::VmNotFound(_)) => Ok(None),
+            counted => {
+                counted.map_err(|error| lookup(&format!("counting what a capture of VM {vm} holds"), error))
+            }
+        }
     }
 
     async fn disk_used(&self) -> PortResult<u64> {
@@ -150,16 +146,6 @@ pub(super) fn allocated(paths: &[PathBuf]) -> u64 {
     const BLOCK: u64 = 512;
     let blocks = |path: &PathBuf| std::fs::metadata(path).map_or(0, |facts| facts.blocks());
     paths.iter().map(blocks).sum::<u64>().saturating_mul(BLOCK)
-}
-
-/// Bytes of memory that a process touched, in use or swapped out. The hypervisor's own are among them.
-fn memory_of(pid: u32) -> Option<u64> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let kib = |key: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
-        line.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    Some(kib("VmRSS:")?.saturating_add(kib("VmSwap:").unwrap_or(0)).saturating_mul(1024))
 }
 
 fn vm_view(vm: Vm) -> VmView {
@@ -234,12 +220,6 @@ pub(super) fn change(what: String, error: ChangeError) -> PortError {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_process_has_memory_and_one_that_is_gone_has_none_to_tell() {
-        assert!(memory_of(std::process::id()).is_some_and(|bytes| bytes > 1 << 20));
-        assert_eq!(memory_of(u32::MAX), None);
-    }
 
     #[test]
     fn a_vm_that_found_no_space_runs_and_carries_the_engines_sentence() {

@@ -15,7 +15,7 @@ use std::{path::Path, sync::Arc};
 
 use cocoon_engine::engine::Engine;
 use cocoon_net::config::NetworkConfig;
-use cocoon_oci::registry::Registry;
+use cocoon_oci::{layout::OciLayout, registry::Registry};
 
 pub use self::{
     engine::EnginePort, guest::GuestAgents, host::ThisHost, images::ImageStore, leases::LeaseFile,
@@ -32,6 +32,17 @@ pub fn ports(
     records: &Path,
 ) -> Result<Ports, PortError> {
     assemble(engine, Some(registry), network, records)
+}
+
+/// Like [`ports`], with a registry in this folder, where what comes is noticed at once.
+pub fn in_folder(
+    engine: Engine,
+    folder: &Arc<OciLayout>,
+    network: &NetworkConfig,
+    records: &Path,
+) -> Result<Ports, PortError> {
+    let ports = assemble(engine.clone(), Some(Arc::clone(folder) as _), network, records)?;
+    Ok(Ports { images: Arc::new(ImageStore::in_folder(engine, Arc::clone(folder))), ..ports })
 }
 
 /// Like [`ports`], for a node without a registry when `registry` is `None`.

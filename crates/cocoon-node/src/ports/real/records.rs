@@ -17,6 +17,8 @@ use crate::{
 
 /// The version of the file that this program reads and writes.
 const VERSION: i64 = 1;
+/// Space that is set aside for writes on a full disk.
+const LOG: u64 = 8 << 20;
 
 /// The records file.
 #[derive(Debug, Clone)]
@@ -37,6 +39,7 @@ impl SqliteRecords {
             0 => migrate(&connection).map_err(|error| fault(what(), error))?,
             other => return Err(of_another_version(&what(), other)),
         }
+        cocoon_kit::files::reserve_log(path, LOG);
         Ok(Self { connection: Arc::new(Mutex::new(connection)) })
     }
 

@@ -14,7 +14,7 @@ use cocoon_engine::{engine::Engine, error::LookupError};
 use cocoon_kit::failure;
 use cocoon_oci::{
     registry::Registry as Store,
-    snapshot::{self, Envelope, Facts, PullError, PushError, PushOptions, SourceFile, TagGuard},
+    snapshot::{self, Envelope, Facts, PullError, PushError, PushOptions, Pushed, SourceFile, TagGuard},
 };
 
 use crate::{
@@ -46,6 +46,35 @@ fn throughput(raw: u64, sent: u64, total: u64, took: Duration) -> Option<u64> {
     let through = u128::from(raw) * u128::from(sent.min(total)) / u128::from(total);
     let rate = through.saturating_mul(1000) / took.as_millis().max(1);
     Some(u64::try_from(rate).unwrap_or(u64::MAX).max(1))
+}
+
+/// A push under way. Dropped, it was cut off, mostly at the end of the guest's pause: less than all of the
+/// snapshot gets through in that time, so the next one is known to be long.
+struct UnderWay<'a> {
+    throughput: &'a AtomicU64,
+    raw: u64,
+    begun: Instant,
+}
+
+impl UnderWay<'_> {
+    /// It came to its end; a failure says nothing about the time that a push takes.
+    fn ended(self, pushed: Option<&Pushed>) {
+        let rate = pushed.and_then(|p| throughput(self.raw, p.sent, p.total, self.begun.elapsed()));
+        if let Some(rate) = rate {
+            self.throughput.store(rate, Ordering::Relaxed);
+        }
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let Some(most) = self.raw.checked_div(self.begun.elapsed().as_secs()) else { return };
+        let before = self.throughput.load(Ordering::Relaxed);
+        if before == 0 || most < before {
+            self.throughput.store(most.max(1), Ordering::Relaxed);
+        }
+    }
 }
 
 impl ArtifactRegistry {
@@ -87,13 +116,11 @@ impl Registry for ArtifactRegistry {
         let options = PushOptions { annotations, base_image, tag_guard, ..PushOptions::default() };
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         let raw = tokio::task::spawn_blocking(move || allocated(&paths)).await.unwrap_or_default();
-        let begun = Instant::now();
+        let under_way = UnderWay { throughput: &self.throughput, raw, begun: Instant::now() };
         let pushed =
             snapshot::push(self.store.as_ref(), &repository, &tag, &envelope, &files, &options).await;
+        under_way.ended(pushed.as_ref().ok());
         let pushed = pushed.map_err(|error| push(&format!("pushing {repository}:{tag}"), error))?;
-        if let Some(rate) = throughput(raw, pushed.sent, pushed.total, begun.elapsed()) {
-            self.throughput.store(rate, Ordering::Relaxed);
-        }
         tracing::info!(
             repository,
             tag,
@@ -166,6 +193,30 @@ fn push(what: &str, error: PushError) -> PortError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_push_that_was_cut_off_is_known_to_be_long_and_one_that_failed_says_nothing() {
+        for (before, cut_off, after) in [
+            (0, true, 1 << 20),
+            (1 << 30, true, 1 << 20),
+            (1 << 10, true, 1 << 10),
+            (0, false, 0),
+            (1 << 30, false, 1 << 30),
+        ] {
+            let throughput = AtomicU64::new(before);
+            let begun = Instant::now().checked_sub(Duration::from_secs(64)).unwrap();
+            let under_way = UnderWay { throughput: &throughput, raw: 64 << 20, begun };
+            if cut_off {
+                drop(under_way);
+            } else {
+                under_way.ended(None);
+            }
+            assert_eq!(throughput.into_inner(), after);
+        }
+        let throughput = AtomicU64::new(0);
+        drop(UnderWay { throughput: &throughput, raw: 64 << 20, begun: Instant::now() });
+        assert_eq!(throughput.into_inner(), 0, "called off at once");
+    }
 
     #[test]
     fn throughput_counts_what_was_sent_and_says_nothing_of_a_small_push() {
