@@ -4,12 +4,7 @@
 //! Entry points: [`all`], and for what a crash leaves [`half_made`] and [`strays`]. Whoever owns a VM holds its lock, so a lock that can be had
 //! says that nobody works on it.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, fs, path::Path, time::Duration};
 
 use cocoon_kit::files::Lock;
 
@@ -19,9 +14,12 @@ use crate::{
     vm::{Shared, tear_down},
 };
 
-/// How long starting a process takes at most, as a rule. All half-made VMs share it, so that a command
-/// beside busy makers is not slow.
-const STARTING: Duration = Duration::from_millis(50);
+/// Pause between two looks at a lock.
+const LOOK: Duration = Duration::from_millis(3);
+/// How many looks starting a process takes at most, as a rule: 60 ms. Looks are counted, not time: on a machine
+/// that stood still meanwhile, the process did too. All half-made VMs share them, so that a command beside busy
+/// makers is not slow.
+const LOOKS: u32 = 20;
 
 /// Takes everything that can go; returns one line for each thing that went.
 pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
@@ -49,13 +47,13 @@ pub(crate) async fn all(shared: &Shared) -> Result<Vec<String>, Fault> {
 /// others: the next gc tries it again.
 pub(crate) async fn half_made(shared: &Shared) -> Result<Vec<String>, Fault> {
     let mut gone = Vec::new();
-    let until = Instant::now() + STARTING;
+    let mut looks = LOOKS;
     for record in shared.records.list().await? {
         if record.vm.state != VmState::Creating {
             continue;
         }
         let (name, id) = (record.vm.config.name, record.vm.id);
-        match abandoned(shared, &id, until).await {
+        match abandoned(shared, &id, &mut looks).await {
             Ok(true) => gone.push(format!("half-made VM {name} ({id})")),
             Ok(false) => {}
             Err(error) => {
@@ -68,8 +66,8 @@ pub(crate) async fn half_made(shared: &Shared) -> Result<Vec<String>, Fault> {
 }
 
 /// Takes down one half-made VM, unless somebody works on it.
-async fn abandoned(shared: &Shared, id: &str, until: Instant) -> Result<bool, Fault> {
-    let Some(lock) = free_lock(shared, id, until).await? else { return Ok(false) };
+async fn abandoned(shared: &Shared, id: &str, looks: &mut u32) -> Result<bool, Fault> {
+    let Some(lock) = free_lock(shared, id, looks).await? else { return Ok(false) };
     // Asked again under the lock: it may have become a VM, or be gone.
     match shared.records.find(id).await {
         Ok(record) if record.vm.state == VmState::Creating => {
@@ -87,13 +85,14 @@ async fn abandoned(shared: &Shared, id: &str, until: Instant) -> Result<bool, Fa
 
 /// The lock of a VM that nobody works on. A process that is being started shares its maker's lock until it
 /// has become QEMU, also when its maker was killed meanwhile, so a lock is tried for a moment.
-async fn free_lock(shared: &Shared, id: &str, until: Instant) -> Result<Option<Lock>, Fault> {
+async fn free_lock(shared: &Shared, id: &str, looks: &mut u32) -> Result<Option<Lock>, Fault> {
     loop {
         let lock = shared.try_lock(id)?;
-        if lock.is_some() || Instant::now() >= until {
+        if lock.is_some() || *looks == 0 {
             return Ok(lock);
         }
-        tokio::time::sleep(Duration::from_millis(3)).await;
+        *looks -= 1;
+        tokio::time::sleep(LOOK).await;
     }
 }
 
@@ -177,7 +176,7 @@ mod tests {
         assert_eq!([left, held].map(|id| shared.lock_file(id).exists()), [false, true]);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_half_made_vm_goes_once_its_last_helper_has_started_and_not_while_somebody_makes_it() {
         let folder = tempfile::tempdir().unwrap();
         let shared = Shared::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
@@ -194,7 +193,7 @@ mod tests {
                 tokio::time::sleep(held_for).await;
                 drop(lock);
             });
-            let begun = Instant::now();
+            let begun = tokio::time::Instant::now();
             assert_eq!(half_made(&shared).await.unwrap().len(), usize::from(goes), "{held_for:?}");
             assert!(begun.elapsed() < Duration::from_millis(500), "a busy maker is not waited for");
             holder.await.unwrap();

@@ -169,15 +169,15 @@ mod tests {
     #[test]
     #[expect(clippy::zombie_processes, reason = "the code under test reaps it")]
     fn a_child_is_alive_until_killed_and_a_stranger_with_its_id_is_not_it() {
-        let child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let process = Process::of_pid(child.id()).unwrap();
         assert!(process.alive());
         assert!(!Process { start: process.start + 1, ..process }.alive());
         assert!(!Process { boot: process.boot + 1, ..process }.alive());
         Process { start: process.start + 1, ..process }.kill(Duration::from_secs(1)).unwrap();
         assert!(process.alive());
-        process.kill(Duration::from_secs(5)).unwrap();
+        process.kill(Duration::from_secs(120)).unwrap();
         assert!(!process.alive());
-        process.kill(Duration::from_secs(5)).unwrap();
+        process.kill(Duration::from_secs(120)).unwrap();
     }
 }

@@ -190,14 +190,14 @@ async fn address(host: &Host, vm: &str) -> String {
             println!("FIGURE address of {vm} after {:?}", begun.elapsed());
             return address;
         }
-        assert!(begun.elapsed() < Duration::from_secs(30), "{vm} got no address");
+        assert!(begun.elapsed() < support::HANGS, "{vm} got no address");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
 async fn ping(address: &str, index: usize) {
     let mut command = tokio::process::Command::new("busybox");
-    let done = command.args(["ping", "-c1", "-W5", address]).output().await.unwrap();
+    let done = command.args(["ping", "-c", "3", "-W", "10", address]).output().await.unwrap();
     assert!(done.status.success(), "address {index}, {address}: {}", String::from_utf8_lossy(&done.stdout));
 }
 
@@ -296,9 +296,9 @@ fn a_vm_stops_starts_and_is_seen_when_it_dies() {
         let vm = host.run("vm-a", 256 * MIB).await;
         host.sh("vm-a", "echo kept > /root/mark; echo lost > /run/mark").await;
         let begun = Instant::now();
-        host.engine.stop("vm-a", false, Duration::from_secs(20)).await.unwrap();
+        host.engine.stop("vm-a", false, 2 * support::HANGS).await.unwrap();
         println!("FIGURE stop {:?}", begun.elapsed());
-        assert!(begun.elapsed() < Duration::from_secs(15), "the guest ends by itself");
+        assert!(begun.elapsed() < support::HANGS, "the guest ends by itself");
         let stopped = host.engine.inspect("vm-a").await.unwrap();
         assert_eq!((stopped.state, stopped.pid, stopped.socket_path.as_str()), (VmState::Stopped, 0, ""));
         host.engine.stop("vm-a", false, Duration::from_secs(1)).await.unwrap();
@@ -333,7 +333,7 @@ fn a_vm_stops_starts_and_is_seen_when_it_dies() {
         host.clone_of("base", "vm-b", CloneIdentity::New).await;
         host.engine.snapshot_remove("base").await.unwrap();
         host.sh("vm-b", "echo more >> /root/mark").await;
-        host.engine.stop("vm-b", false, Duration::from_secs(20)).await.unwrap();
+        host.engine.stop("vm-b", false, support::HANGS).await.unwrap();
         host.engine.start("vm-b").await.unwrap();
         assert_eq!(host.sh("vm-b", "cat /root/mark").await, "kept\nmore");
         host.engine.remove("vm-b", true).await.unwrap();
@@ -417,7 +417,10 @@ fn what_a_kill_leaves_is_taken_down_by_the_next_engine() {
                 nics: 0,
             };
             let dropped = tokio::time::timeout(Duration::from_millis(delay), host.engine.run(spec)).await;
-            assert!(dropped.is_err());
+            if let Ok(made) = dropped {
+                println!("FIGURE a boot was done before it was dropped after {delay} ms");
+                host.engine.remove(&made.unwrap().id, true).await.unwrap();
+            }
             until("the end of a dropped run", || async {
                 host.engine.list().await.unwrap().is_empty() && host.remains().is_empty()
             })
@@ -427,7 +430,11 @@ fn what_a_kill_leaves_is_taken_down_by_the_next_engine() {
         for delay in [300, 1500] {
             support::killed_while_running(&host, Duration::from_millis(delay)).await;
             let next = host.again(MemoryRecipe::Auto).await;
-            assert!(next.list().await.unwrap().is_empty());
+            for whole in next.list().await.unwrap() {
+                assert_eq!(whole.state, VmState::Running, "half made");
+                println!("FIGURE a boot was done before its process was killed after {delay} ms");
+                next.remove(&whole.id, true).await.unwrap();
+            }
             host.leaves_nothing().await;
         }
         assert!(host.engine.gc().await.unwrap().iter().all(|line| line.contains("blob")));
@@ -482,7 +489,10 @@ fn a_clone_of_a_silent_guest_comes_up_with_its_links_down() {
         let vm = host.clone_of("silent", "vm-b", CloneIdentity::New).await;
         let took = begun.elapsed();
         println!("FIGURE clone of a silent guest {took:?}");
-        assert!(took < Duration::from_secs(20), "{took:?}");
+        assert!(
+            took < host.engine.config().boot_timeout * 2 / 3,
+            "{took:?}: it is not waited for as at a boot"
+        );
         assert_eq!(vm.state, VmState::Running);
         assert!(vm.warnings.iter().any(|warning| warning.contains("links stay down")), "{:?}", vm.warnings);
         let again = host.engine.start("vm-b").await.unwrap_err();

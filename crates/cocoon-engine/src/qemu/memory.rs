@@ -423,7 +423,7 @@ mod tests {
         let error = crate::qemu::limit::limited("copying memory of VM a", limit, work).await.unwrap_err();
         assert_eq!(error.to_string(), "copying memory of VM a");
         // The file that the work owned goes when the work does.
-        for _ in 0..500 {
+        for _ in 0..6000 {
             if !path.exists() {
                 return;
             }

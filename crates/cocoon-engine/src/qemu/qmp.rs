@@ -186,6 +186,8 @@ mod tests {
 
     use super::*;
 
+    /// Ends a test that hangs; nothing waits for it otherwise.
+    const HANGS: Duration = Duration::from_secs(120);
     const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": []}}"#;
 
     /// A monitor that says `lines`, one after each request but the first, which is the greeting.
@@ -210,7 +212,7 @@ mod tests {
     async fn answer_to(line: &str) -> Result<Value, QmpError> {
         let lines = [GREETING, r#"{"return": {}}"#, line].map(str::to_owned).to_vec();
         let (_folder, path) = monitor(lines).await;
-        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).await?;
+        let mut qmp = Qmp::connect(&path, HANGS).await?;
         qmp.execute("query-status", json!({})).await
     }
 
@@ -245,8 +247,8 @@ mod tests {
         ] {
             let lines = [GREETING, r#"{"return": {}}"#].map(str::to_owned).into_iter().chain(answers.clone());
             let (_folder, path) = monitor(lines.collect()).await;
-            let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).await.unwrap();
-            assert_eq!(qmp.settle(Duration::from_secs(5)).await.is_ok(), well, "{answers:?}");
+            let mut qmp = Qmp::connect(&path, HANGS).await.unwrap();
+            assert_eq!(qmp.settle(HANGS).await.is_ok(), well, "{answers:?}");
         }
     }
 
@@ -258,6 +260,6 @@ mod tests {
         let _silent = UnixListener::bind(&path).unwrap();
         assert!(matches!(Qmp::connect(&path, limit).await.unwrap_err(), QmpError::Silent(_)));
         let (_folder, path) = monitor(Vec::new()).await;
-        assert!(matches!(Qmp::connect(&path, Duration::from_secs(5)).await.unwrap_err(), QmpError::Io(_)));
+        assert!(matches!(Qmp::connect(&path, HANGS).await.unwrap_err(), QmpError::Io(_)));
     }
 }

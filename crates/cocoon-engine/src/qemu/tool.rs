@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_helper_that_is_told_to_stop_or_dropped_is_killed() {
-        let mut tool = shell("exec sleep 60");
+        let mut tool = shell("exec sleep 600");
         let process = Process::of_pid(tool.0.id()).unwrap();
         let begun = Instant::now();
         let error = tool.wait(&Stop::after(Duration::from_millis(100))).unwrap_err();
@@ -118,15 +118,17 @@ mod tests {
         assert!(process.alive());
         drop(tool);
         assert!(!process.alive());
-        assert!(begun.elapsed() < Duration::from_secs(10));
+        assert!(begun.elapsed() < Duration::from_secs(300), "it was waited for");
     }
 
     #[test]
     fn what_an_ended_helper_said_is_known_even_if_something_of_it_lives_on() {
-        let mut tool = shell("echo out; echo err >&2; sleep 3 & exit 3");
-        let begun = Instant::now();
+        let mut tool = shell("sleep 600 & echo $!; echo err >&2; exit 3");
         assert_eq!(tool.wait(&Stop::default()).unwrap().code(), Some(3));
-        assert_eq!(tool.said().unwrap(), "out\nerr");
-        assert!(begun.elapsed() < Duration::from_secs(2));
+        let said = tool.said().unwrap();
+        let (left, error) = said.split_once('\n').unwrap();
+        let left = Process::of_pid(left.parse().unwrap()).unwrap();
+        assert_eq!((error, left.alive()), ("err", true), "it was not waited for");
+        left.kill(Duration::from_secs(120)).unwrap();
     }
 }

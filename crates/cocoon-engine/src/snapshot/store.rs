@@ -395,7 +395,7 @@ mod tests {
     }
 
     async fn gone(folder: &Path) {
-        for _ in 0..500 {
+        for _ in 0..6000 {
             if !folder.exists() {
                 return;
             }

@@ -26,6 +26,8 @@ use tokio_util::sync::CancellationToken;
 
 const INSIDE: &str = "COCOON_TEST_INSIDE";
 const FOLDER: &str = "COCOON_TEST_FOLDER";
+/// Ends a test that hangs; nothing waits for it otherwise.
+pub(crate) const HANGS: Duration = Duration::from_secs(120);
 pub(crate) const MIB: u64 = 1 << 20;
 
 /// Runs `body` in a network namespace of its own. `name` is the test's own name.
@@ -110,7 +112,7 @@ impl Host {
     }
 
     pub(crate) async fn try_sh(&self, vm: &str, line: &str) -> Output {
-        let limit = Duration::from_secs(30);
+        let limit = HANGS;
         let guest =
             self.engine.guest(vm, false, limit).await.unwrap_or_else(|error| panic!("{}", chain(&error)));
         let argv = ["/bin/busybox", "sh", "-c", line].map(str::to_owned).to_vec();
@@ -136,14 +138,21 @@ impl Host {
         };
         self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)));
         self.sh(name, "(usleep 300000; kill -STOP $(pidof agent)) >/dev/null 2>&1 &").await;
-        tokio::time::sleep(Duration::from_secs(2)).await;
+        // One that is only slow would answer the second time.
+        let mut unanswered = 0;
+        while unanswered < 2 {
+            let asked = self.engine.guest(name, false, Duration::from_secs(2)).await;
+            unanswered = if asked.is_err() { unanswered + 1 } else { 0 };
+            drop(asked);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
     }
 
     /// Checks that nothing of any VM is left; removals of staged files may take a moment.
     pub(crate) async fn leaves_nothing(&self) {
         let begun = Instant::now();
         while !self.remains().is_empty() {
-            assert!(begun.elapsed() < Duration::from_secs(10), "left behind: {:?}", self.remains());
+            assert!(begun.elapsed() < HANGS, "left behind: {:?}", self.remains());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -207,11 +216,11 @@ pub(crate) async fn clone_on(engine: &Engine, snapshot: &str, name: &str, identi
     vm
 }
 
-/// Waits up to ten seconds.
+/// Waits for it.
 pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut check: impl FnMut() -> F) {
     let begun = Instant::now();
     while !check().await {
-        assert!(begun.elapsed() < Duration::from_secs(10), "{what} did not come");
+        assert!(begun.elapsed() < HANGS, "{what} did not come");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -303,6 +312,24 @@ pub(crate) async fn killed_while_running(host: &Host, delay: Duration) {
     tokio::time::sleep(delay).await;
     child.kill().unwrap();
     child.wait().unwrap();
+    nothing_of_it_starts().await;
+}
+
+/// Waits until no process that this program started still is this program: a killed engine may have been
+/// starting one, and that one shares the engine's locks until it has become what it is to be.
+pub(crate) async fn nothing_of_it_starts() {
+    until("the start of what a killed engine was starting", || async { starting().is_empty() }).await;
+}
+
+/// Processes in our network namespace that run this very program, other than this one.
+fn starting() -> Vec<u32> {
+    let of = |pid: &str, what: &str| std::fs::read_link(format!("/proc/{pid}/{what}")).ok();
+    let [ours, here] = ["exe", "ns/net"].map(|what| of("self", what));
+    let all = std::fs::read_dir("/proc").unwrap().flatten();
+    all.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
+        .filter(|pid: &u32| *pid != std::process::id())
+        .filter(|pid| of(&pid.to_string(), "exe") == ours && of(&pid.to_string(), "ns/net") == here)
+        .collect()
 }
 
 /// The other process of [`killed_while_running`]; without its variable it does nothing.
