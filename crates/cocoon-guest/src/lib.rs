@@ -8,7 +8,7 @@
 //! Everything that comes from a guest is hostile: frames are at most 8 MiB, sessions at most 256. On the host
 //! a session holds at most 1 MiB (its `yamux` window, a frame of up to 64 KiB, and 512 KiB of output that
 //! waits for its reader) and then pushes back; of larger frames two at a time are read on one channel. In the
-//! guest, where the host is trusted, each session may hold a frame of 8 MiB.
+//! guest, where the host is trusted, each session may hold a frame of 8 MiB, and 256 KiB that wait for the port.
 
 pub mod agent;
 pub mod host;

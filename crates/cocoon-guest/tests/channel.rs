@@ -11,7 +11,7 @@ use cocoon_guest::{
     },
     host::{Channel, Exec, ExecEvent, ExecSession, GuestError},
     preamble::{MAGIC, Preamble, Role},
-    protocol::{Frame, FrameReader, FrameWriter, Identity, Kind},
+    protocol::{Frame, FrameReader, FrameWriter, Identity, Kind, encode},
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -253,6 +253,59 @@ async fn dropping_a_session_kills_its_command_and_leaves_the_others() {
     becomes(false, &marker).await;
     assert_eq!(channel.output(sh("exit 4"), LIMIT).await.unwrap().code, 4);
     assert!(alive(&other));
+}
+
+/// One frame of `yamux`, as a host sends it.
+fn yamux_frame(kind: u8, stream: u32, length: usize, body: &[u8]) -> Vec<u8> {
+    // The first frame of a stream, and a ping, carry SYN; on later frames of a stream it would be an error.
+    let flags = u16::from(kind == PING || body.starts_with(b"{\"type\":\"exec\""));
+    let length = u32::try_from(length).unwrap().to_be_bytes();
+    [&[0, kind], &flags.to_be_bytes()[..], &stream.to_be_bytes(), &length, body].concat()
+}
+
+const PING: u8 = 2;
+
+/// Both ends of a connection ping every ten seconds, also while both have more to say than the port holds.
+#[tokio::test]
+async fn an_agent_whose_output_nobody_takes_still_reads_and_answers_pings() {
+    let port = Port::new();
+    let mut near = port.host();
+    near.write_all(&Preamble { role: Role::Host, epoch: [3; 16] }.encode()).await.unwrap();
+    near.read_exact(&mut [0; 32]).await.unwrap();
+    // Together they say more than the port holds.
+    let data = |stream, frame: Frame| {
+        let line = encode(&frame).unwrap();
+        yamux_frame(0, stream, line.len(), &line)
+    };
+    let argv = ["sh", "-c", "cat /dev/zero & exec cat > /dev/null"].map(Into::into).to_vec();
+    let exec = Frame { kind: Kind::Exec, argv, ..Frame::default() };
+    let sessions = [1, 3, 5, 7];
+    let sending = async {
+        for stream in sessions {
+            near.write_all(&data(stream, exec.clone())).await.unwrap();
+        }
+        // More than the port holds, and less than a stream may send without being asked.
+        for number in 0..64 {
+            for stream in sessions {
+                near.write_all(&data(stream, Frame::data(Kind::Stdin, vec![b'x'; 2048]))).await.unwrap();
+            }
+            near.write_all(&yamux_frame(PING, 0, number, b"")).await.unwrap();
+        }
+    };
+    timeout(LIMIT, sending).await.expect("it reads no more");
+    let answered = async {
+        let mut head = [0; 12];
+        loop {
+            near.read_exact(&mut head).await.unwrap();
+            let length = u32::from_be_bytes(head[8..].try_into().unwrap());
+            match head[1] {
+                0 => drop(near.read_exact(&mut vec![0; length as usize]).await.unwrap()),
+                PING if length == 63 => return,
+                _ => {}
+            }
+        }
+    };
+    timeout(LIMIT, answered).await.expect("it answers no more");
 }
 
 #[tokio::test]

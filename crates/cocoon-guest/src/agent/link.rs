@@ -4,6 +4,10 @@
 //! time (a restored guest learns of its new host in no other way), so everything read is searched. The
 //! bytes of a beginning preamble are passed on all the same: `yamux` chokes on them at worst, on a
 //! connection that is over anyway; and nothing is ever held back from a live one.
+//!
+//! What `yamux` writes is always taken, whether or not the port takes it. `yamux` reads no further while it owes
+//! an answer to a ping that it cannot write; were that so at both ends, with a full port in between, neither
+//! would ever read again. What waits here is no more than the host made room for: 256 KiB a session.
 
 use std::{
     io,
@@ -13,6 +17,7 @@ use std::{
     time::Duration,
 };
 
+use bytes::{Buf as _, BytesMut};
 use futures::io::{AsyncRead as FuturesRead, AsyncWrite as FuturesWrite};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
@@ -38,6 +43,8 @@ const GONE_POLL: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Link<T> {
     io: T,
+    /// Taken from `yamux`, and not yet by the port.
+    out: BytesMut,
     /// Read, and not searched yet from `at` on.
     buffer: Vec<u8>,
     at: usize,
@@ -54,6 +61,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
     pub fn new(io: T) -> Self {
         Self {
             io,
+            out: BytesMut::new(),
             buffer: Vec::new(),
             at: 0,
             matcher: Matcher::default(),
@@ -69,6 +77,8 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
             if let Some(preamble) = self.next.take() {
                 self.epoch = Some(preamble.epoch);
                 self.fresh = true;
+                // Nobody listens to the older connection any more.
+                self.out = BytesMut::new();
                 let echo = Preamble { role: Role::Agent, ..preamble };
                 self.io.write_all(&echo.encode()).await?;
                 self.io.flush().await?;
@@ -153,12 +163,34 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Link<T> {
     }
 }
 
+impl<T: AsyncWrite + Unpin> Link<T> {
+    /// Gives the port what waits for it. `yamux` flushes whenever it is polled, so this goes on by itself.
+    fn drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.out.is_empty() {
+            match ready!(Pin::new(&mut self.io).poll_write(cx, &self.out))? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                n => self.out.advance(n),
+            }
+        }
+        // Not kept for the rest of a long connection.
+        self.out = BytesMut::new();
+        Poll::Ready(Ok(()))
+    }
+}
+
 impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Link<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(cx, buf)
+        if self.drain(cx)?.is_ready()
+            && let Poll::Ready(written) = Pin::new(&mut self.io).poll_write(cx, buf)
+        {
+            return Poll::Ready(written);
+        }
+        self.out.extend_from_slice(buf);
+        Poll::Ready(Ok(buf.len()))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.drain(cx))?;
         Pin::new(&mut self.io).poll_flush(cx)
     }
 
