@@ -22,7 +22,7 @@ use crate::{
         config::Config,
         plan::{self, ENVELOPE_NAME, FilePlan},
         pull::{Sink, Source},
-        push::{self, Block, Entries, Head},
+        push::{self, Block, Cut, Entries, Head},
     },
     tarfmt::{self, Assembler, BLOCK, Fed, Member, padding},
 };
@@ -145,7 +145,7 @@ fn sparse_of(member: &Member) -> Result<Option<(String, i64)>, PushError> {
 
 #[async_trait]
 impl<R: AsyncRead + Send + Unpin> Entries for TarEntries<R> {
-    async fn next(&mut self) -> Result<Option<Head>, PushError> {
+    async fn next(&mut self, _: Cut) -> Result<Option<Head>, PushError> {
         while let Some(member) = self.member().await? {
             if !member.is_file() {
                 continue;
@@ -155,7 +155,9 @@ impl<R: AsyncRead + Send + Unpin> Entries for TarEntries<R> {
                 continue;
             }
             let sparse = sparse_of(&member)?;
-            return Ok(Some(Head { name: member.name, mode: member.mode, size: member.size, sparse }));
+            let Member { name, mode, size, .. } = member;
+            // The exporter's payload goes as it is.
+            return Ok(Some(Head { name, mode, size, sparse, stride: None }));
         }
         Ok(None)
     }

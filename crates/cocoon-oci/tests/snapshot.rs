@@ -141,6 +141,31 @@ async fn blobs_that_went_ahead_name_nothing_and_are_not_sent_again() {
 }
 
 #[tokio::test]
+async fn a_page_in_a_hole_costs_its_own_piece_and_moves_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let registry = OciLayout::open(folder.path().join("registry")).unwrap();
+    let options = small();
+    let (length, bulk) = (64 << 20, (40_u64 << 20, 5 << 20));
+    let files = [source(folder.path(), "memory-ranges")];
+    let mut sizes = Vec::new();
+    for touched in [&[][..], &[(3_u64 << 20, 4096_usize)], &[(3 << 20, 4096), (20 << 20, 4096)]] {
+        let runs: Vec<_> = touched.iter().copied().chain([(1 << 20, 70_000), bulk]).collect();
+        sparse_file(&folder.path().join("memory-ranges"), length, &runs);
+        let tag = format!("t{}", touched.len());
+        let sent = push(&registry, VM, &tag, &envelope(&tag), &files, &options).await.unwrap().sent;
+        sizes.push(sent);
+        let to = tempfile::tempdir().unwrap();
+        pull(&registry, VM, &tag, to.path()).await.unwrap();
+        let (a, b) = (folder.path().join("memory-ranges"), to.path().join("memory-ranges"));
+        assert_eq!(std::fs::read(&a).unwrap(), std::fs::read(&b).unwrap());
+        let (a, b) = (a.metadata().unwrap(), b.metadata().unwrap());
+        assert!(b.blocks() <= a.blocks() + 16, "holes come back as holes: {} and {}", a.blocks(), b.blocks());
+    }
+    let [all, one, another] = sizes.as_slice() else { panic!("{sizes:?}") };
+    assert!(*all > 20_000 && one * 8 < *all && another * 8 < *all, "one piece and the config: {sizes:?}");
+}
+
+#[tokio::test]
 async fn a_tag_is_overwritten_only_when_the_guard_allows_what_is_there() {
     let registry = Memory::new();
     let guarded = |allowed: &[&String]| PushOptions {
@@ -282,6 +307,12 @@ impl<R: Registry> Registry for Odd<R> {
             return Err(RegistryError::DeleteRefused { reference: reference.to_owned() });
         }
         self.registry.delete_manifest(repository, reference).await
+    }
+    async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
+        if self.stubborn && self.registry.get_manifest(repository, tag).await?.is_some() {
+            return Err(RegistryError::DeleteRefused { reference: tag.to_owned() });
+        }
+        self.registry.delete_tag_if(repository, tag, digest).await
     }
 }
 

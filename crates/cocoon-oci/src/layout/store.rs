@@ -108,7 +108,16 @@ impl Store {
 
     pub(super) fn locked(&self, operation: FlockOperation) -> Result<Held, RegistryError> {
         self.lock(operation).map_err(|error| {
-            RegistryError::unavailable(format!("locking the OCI layout {}", self.root.display()), error)
+            let way_out = match error.kind() {
+                io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+                    " (make the folder writable again, then try again; no tag was changed)"
+                }
+                _ => "",
+            };
+            RegistryError::unavailable(
+                format!("locking the OCI layout {}{way_out}", self.root.display()),
+                error,
+            )
         })
     }
 

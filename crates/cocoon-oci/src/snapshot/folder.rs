@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use super::{
     PushError, SourceFile,
     config::Config,
-    push::{Block, Entries, Head},
-    sparse::{Extent, Payload, Range, map_text, scan},
+    push::{Block, Cut, Entries, Head},
+    sparse::{Extent, Payload, Range, map_text, scan, widen},
 };
 
 /// Files that are opened, scanned for holes and handed out as ranges.
@@ -40,14 +40,19 @@ impl Folder {
     }
 }
 
-/// Opens a regular file and finds its data.
-fn open(source: &SourceFile) -> io::Result<(Head, Payload, Stamp)> {
+/// Opens a regular file and finds its data, in whole windows where it is cut into them.
+fn open(source: &SourceFile, cut: Cut) -> io::Result<(Head, Payload, Stamp)> {
     let file = File::open(&source.path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
     }
     let stamp = Stamp::of(&file)?;
-    let extents = scan(&file, stamp.length)?;
+    let mut extents = scan(&file, stamp.length)?;
+    let payload = extents.iter().map(|extent| extent.length).sum();
+    let stride = cut.windows(stamp.length, payload);
+    if let Some(stride) = stride {
+        extents = widen(&extents, stride, stamp.length);
+    }
     let ordinary = stamp.length == 0 || extents == [Extent { offset: 0, length: stamp.length }];
     let logical = i64::try_from(stamp.length).map_err(|_| io::ErrorKind::FileTooLarge)?;
     let sparse = (!ordinary).then(|| (map_text(&extents), logical));
@@ -57,6 +62,7 @@ fn open(source: &SourceFile) -> io::Result<(Head, Payload, Stamp)> {
         mode: i64::from(source.mode & 0o777),
         size: payload.length(),
         sparse,
+        stride,
     };
     Ok((head, payload, stamp))
 }
@@ -67,10 +73,10 @@ fn failed(path: &std::path::Path, source: io::Error) -> PushError {
 
 #[async_trait]
 impl Entries for Folder {
-    async fn next(&mut self) -> Result<Option<Head>, PushError> {
+    async fn next(&mut self, cut: Cut) -> Result<Option<Head>, PushError> {
         let Some(source) = self.waiting.pop_front() else { return Ok(None) };
         let path = source.path.clone();
-        let opened = tokio::task::spawn_blocking(move || open(&source)).await;
+        let opened = tokio::task::spawn_blocking(move || open(&source, cut)).await;
         let opened = opened.unwrap_or_else(|error| Err(io::Error::other(error)));
         let (head, payload, stamp) = opened.map_err(|error| failed(&path, error))?;
         let payload = Arc::new(payload);

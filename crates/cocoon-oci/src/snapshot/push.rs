@@ -58,6 +58,41 @@ pub(crate) struct Head {
     pub(crate) size: u64,
     /// Map text and logical size.
     pub(crate) sparse: Option<(String, i64)>,
+    /// The length of its pieces, where the payload was made for it.
+    pub(crate) stride: Option<u64>,
+}
+
+/// How payloads are cut now.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cut {
+    zstd: bool,
+    chunk: u64,
+    /// Layers for which the manifest has room.
+    left: u64,
+}
+
+impl Cut {
+    /// Whether a payload is compressed, and the length of its pieces.
+    fn of(self, size: u64) -> (bool, u64) {
+        let zstd = self.zstd && size >= MIN_COMPRESSED;
+        if self.chunk == 0 || !(zstd || size > self.chunk) {
+            return (zstd, size);
+        }
+        let mut chunk = self.chunk;
+        if chunk == DEFAULT_CHUNK {
+            // Each file may take half of what is left, so that the manifest stays below 4 MiB.
+            chunk = chunk.max(size.div_ceil((self.left / 2).max(1)).next_multiple_of(MIB));
+        }
+        (zstd, chunk)
+    }
+
+    /// Length of the windows that a sparse file's data is rounded to, so that each of them is one piece, whatever
+    /// becomes of the holes before it: what a later capture of the same memory has in common is found again.
+    /// The zeros that come with it cost nothing once compressed, so without compression there are none.
+    pub(crate) fn windows(self, logical: u64, payload: u64) -> Option<u64> {
+        let (zstd, stride) = self.of(logical);
+        (zstd && payload >= MIN_COMPRESSED && stride < logical).then_some(stride)
+    }
 }
 
 /// A part of a payload: already read, or to be read by the worker.
@@ -79,8 +114,8 @@ impl Block {
 /// Where files come from.
 #[async_trait]
 pub(crate) trait Entries: Send {
-    /// The next file; `None` only at a genuine end.
-    async fn next(&mut self) -> Result<Option<Head>, PushError>;
+    /// The next file, which will be cut as `cut` says; `None` only at a genuine end.
+    async fn next(&mut self, cut: Cut) -> Result<Option<Head>, PushError>;
     /// The current file's next bytes, exactly that many.
     async fn take(&mut self, length: u64) -> Result<Block, PushError>;
     /// Like `take`, for more than fits in memory: a source that has no file gives fewer bytes.
@@ -210,31 +245,28 @@ impl<'a> Push<'a> {
         self.named().failed(source)
     }
 
-    /// How a payload is cut: compressed or not, and the length of a piece.
-    fn cut(&self, size: u64) -> Result<(bool, u64), PushError> {
-        let zstd = self.level > 0 && size >= MIN_COMPRESSED;
-        if self.chunk == 0 || !(zstd || size > self.chunk) {
-            return Ok((zstd, size));
-        }
-        let mut chunk = self.chunk;
-        if chunk == DEFAULT_CHUNK {
-            // Each file may take half of what is left, so that the manifest stays below 4 MiB.
-            let left = FITTING_LAYERS.saturating_sub(self.layers.load(Ordering::Relaxed)) / 2;
-            chunk = chunk.max(size.div_ceil(left.max(1)).next_multiple_of(MIB));
-        }
-        if size.div_ceil(chunk) > MAX_PIECES {
+    fn cut(&self) -> Cut {
+        let left = FITTING_LAYERS.saturating_sub(self.layers.load(Ordering::Relaxed));
+        Cut { zstd: self.level > 0, chunk: self.chunk, left }
+    }
+
+    /// Whether a file is compressed, and the length of its pieces.
+    fn cut_of(&self, head: &Head) -> Result<(bool, u64), PushError> {
+        let (zstd, stride) = head.stride.map_or_else(|| self.cut().of(head.size), |stride| (true, stride));
+        if head.size.div_ceil(stride.max(1)) > MAX_PIECES {
+            let Head { name, size, .. } = head;
             return Err(PushError::Invalid(format!(
-                "{size} bytes in pieces of {chunk}: more than {MAX_PIECES}"
+                "{name}: {size} bytes in pieces of {stride}: more than {MAX_PIECES}"
             )));
         }
-        Ok((zstd, chunk))
+        Ok((zstd, stride))
     }
 
     /// Uploads all files' blobs.
     async fn files(&self, entries: &mut dyn Entries) -> Result<Vec<Filed>, PushError> {
         let mut inflight = FuturesUnordered::new();
         let mut files = Vec::new();
-        while let Some(head) = alongside(&mut inflight, entries.next()).await? {
+        while let Some(head) = alongside(&mut inflight, entries.next(self.cut())).await? {
             check_title(&head.name).map_err(PushError::Invalid)?;
             if files.iter().any(|file: &Filed| file.head.name == head.name) {
                 return Err(PushError::Invalid(format!("{:?} appears twice", head.name)));
@@ -253,7 +285,7 @@ impl<'a> Push<'a> {
         entries: &mut dyn Entries,
         inflight: &mut Inflight<'p>,
     ) -> Result<Filed, PushError> {
-        let (zstd, stride) = self.cut(head.size)?;
+        let (zstd, stride) = self.cut_of(&head)?;
         let count = head.size.div_ceil(stride.max(1)).max(1);
         self.layers.fetch_add(count, Ordering::Relaxed);
         if count == 1 {
@@ -572,17 +604,17 @@ mod tests {
         for (name, size) in
             [("memory-ranges", 12_u64 << 40), ("cow.qcow2", 40 << 40), ("data-second.raw", 1 << 34)]
         {
-            let (zstd, stride) = push.cut(size).unwrap();
+            let head = Head { name: name.to_owned(), size, ..Head::default() };
+            let (zstd, stride) = push.cut_of(&head).unwrap();
             let count = size.div_ceil(stride);
             push.layers.fetch_add(count, Ordering::Relaxed);
-            let head = Head { name: name.to_owned(), size, ..Head::default() };
             let file = Filed { head, zstd, pieces: Arc::default() };
             let pieces = vec![piece.clone(); usize::try_from(count).unwrap()];
             document.layers.extend(layers(&file, &pieces));
         }
         assert!(document.layers.len() > 4096);
         assert!(document.to_bytes().len() < 4 << 20, "{} layers", document.layers.len());
-        assert_eq!(push.cut(2 << 30).unwrap().1, DEFAULT_CHUNK.max((2 << 30) / 1024));
+        assert_eq!(push.cut().of(2 << 30).1, DEFAULT_CHUNK.max((2 << 30) / 1024));
     }
 
     #[test]

@@ -91,6 +91,26 @@ fn join(extents: &[Extent], gap: u64) -> Vec<Extent> {
     joined
 }
 
+/// Extents rounded to whole windows of `stride` bytes, the last one cut at the file's end.
+pub(crate) fn widen(extents: &[Extent], stride: u64, logical: u64) -> Vec<Extent> {
+    let whole = |extent: &Extent| {
+        let offset = extent.offset / stride * stride;
+        let end = extent.end().div_ceil(stride).saturating_mul(stride).min(logical);
+        Extent { offset, length: end - offset }
+    };
+    let mut widened: Vec<Extent> = Vec::with_capacity(extents.len());
+    for extent in extents.iter().map(whole) {
+        match widened.last_mut() {
+            // The window in which the one before ends may be the one in which this begins.
+            Some(last) if extent.offset <= last.end() => {
+                last.length = extent.end().max(last.end()) - last.offset
+            }
+            _ => widened.push(extent),
+        }
+    }
+    widened
+}
+
 /// The data extents of a file, joined.
 pub(crate) fn scan(file: &File, logical: u64) -> io::Result<Vec<Extent>> {
     let mut found = Vec::new();
@@ -303,6 +323,26 @@ mod tests {
             }
             let payload = joined.iter().map(|extent| extent.length).sum();
             prop_assert_eq!(parse_map(&map_text(&joined), logical, payload).unwrap(), joined);
+        }
+
+        #[test]
+        fn widened_extents_are_all_the_windows_that_have_data_and_no_others(
+            parts in prop::collection::vec((0_u64..9000, 1_u64..9000), 0..20),
+            tail in 0_u64..3000,
+            stride in 1_u64..4000,
+        ) {
+            let (extents, logical, _) = layout(&parts, tail);
+            let widened = widen(&extents, stride, logical.max(1));
+            let payload = widened.iter().map(|extent| extent.length).sum();
+            prop_assert_eq!(&parse_map(&map_text(&widened), logical.max(1), payload).unwrap(), &widened);
+            for start in (0..logical).step_by(usize::try_from(stride).unwrap()) {
+                let end = (start + stride).min(logical);
+                let touches = |extent: &&Extent| extent.offset < end && extent.end() > start;
+                let covers = |extent: &&Extent| extent.offset <= start && extent.end() >= end;
+                let has_data = extents.iter().any(|extent| touches(&extent));
+                prop_assert_eq!(widened.iter().filter(covers).count(), usize::from(has_data));
+                prop_assert_eq!(widened.iter().filter(touches).count(), usize::from(has_data));
+            }
         }
 
         #[test]
