@@ -182,10 +182,11 @@ fn not_up(o: &Observation, wish: &Wish, record: Option<&OwnerRecord>) -> View {
 
 fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
     let running = o.runs();
-    let probed = !record.vm_id.is_empty() && o.reach.vm_id == record.vm_id;
+    let probed = !record.vm_id.is_empty() && o.reach.of.vm_id == record.vm_id;
+    // A VM that starts again has its address still.
     let ip = o.reach.ip.filter(|_| probed);
     // Nobody reaches a guest whose network is off, whatever was probed before.
-    let ready = running && probed && o.reach.ready && o.silence.is_none() && o.starved.is_none();
+    let ready = running && probed && o.answers() && o.silence.is_none() && o.starved.is_none();
     let vm_id = record.vm_id.clone();
     let ip_text = ip.map_or_else(String::new, |ip| ip.to_string());
     let mut annotations = VmRuntime { vm_id: vm_id.clone(), ip: ip_text, vnc_port: 0 }.changes();

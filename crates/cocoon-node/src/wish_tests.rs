@@ -7,7 +7,7 @@ use serde_json::json;
 use crate::{
     config::NodeConfig,
     owner::stage::pod,
-    planner::observation::{How, Observation, Reach, Seen},
+    planner::observation::{How, Observation, Process, Reach, Seen},
     ports::{VmPhase, VmView, fake},
     reason::{Reason, Trouble},
     record::{Phase, Saved},
@@ -143,14 +143,14 @@ fn living() -> Observation {
     Observation {
         wish: Some(read(&[]).unwrap()),
         record: Some(fake::record("vk-default-demo-0-8aaf2c")),
-        vm: Seen::Known(Some(vm)),
         reach: Reach {
-            vm_id: "ID1".into(),
+            of: (&vm).into(),
             ip: Some([10, 0, 0, 2].into()),
             ready: true,
             message: String::new(),
         },
         ..Observation::default()
+        vm: Seen::Known(Some(vm)),
     }
 }
 
@@ -165,9 +165,12 @@ fn what_a_pod_shows_follows_from_where_its_vm_is() {
     let lost = Trouble::new(Reason::VMGone, "gone");
     let failed =
         |o: Observation| Observation { failure: Some(Trouble::new(Reason::HibernatePushFailed, "no")), ..o };
-    let silent = Observation { reach: Reach { vm_id: "ID1".into(), ..Reach::default() }, ..living() };
-    let other =
-        Observation { reach: Reach { vm_id: "ID0".into(), ready: true, ..Reach::default() }, ..living() };
+    let ready = living().reach;
+    let silent = Observation { reach: Reach { ready: false, ..ready.clone() }, ..living() };
+    let another_vm = Process { vm_id: "ID0".into(), ..ready.of.clone() };
+    let another_process = Process { pid: 2, ..ready.of.clone() };
+    let another_start = Process { started: Some(jiff::Timestamp::UNIX_EPOCH), ..ready.of.clone() };
+    let of = |of: Process| Observation { reach: Reach { of, ..ready.clone() }, ..living() };
     let pushed =
         Phase::Hibernating { captured: Some("S".into()), pushed: Some(saved.clone()), paused_at: None };
     for (what, o, phase, ready, lifecycle, id) in [
@@ -176,7 +179,9 @@ fn what_a_pod_shows_follows_from_where_its_vm_is() {
         ("failing", failed(at(Phase::Creating { restore: None })), "Pending", false, "failed", false),
         ("up", living(), "Running", true, "ready", true),
         ("up and silent", silent, "Running", false, "creating", true),
-        ("up, and another VM was probed", other, "Running", false, "creating", true),
+        ("up, and another VM was probed", of(another_vm), "Running", false, "creating", true),
+        ("up, and its former process was probed", of(another_process), "Running", false, "creating", true),
+        ("up, and its pid's former process was probed", of(another_start), "Running", false, "creating", true),
         ("up after a failed hibernation", failed(living()), "Running", true, "failed", true),
         (
             "hibernating",

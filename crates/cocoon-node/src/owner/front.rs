@@ -13,7 +13,7 @@ use crate::{
         probe::{ProbeTask, Target},
         task::Owner,
     },
-    planner::observation::PodKey,
+    planner::observation::{PodKey, Process, Reach},
     ports::VmPhase,
     reason::{Reason, Trouble},
     record::Phase,
@@ -91,25 +91,39 @@ impl Owner {
         self.seat = seated;
     }
 
-    /// Probes exactly while there is a running VM that may become ready.
+    /// Probes exactly while there is a running VM that may become ready. A new target is not ready before a probe
+    /// of it succeeded, whatever was true of the last one (I4).
     pub(super) fn tend_probe(&mut self) {
         let target = self.probe_target();
-        if self.probe.as_ref().map(|probe| &probe.target) != target.as_ref() {
-            self.probe = None;
-            self.probe = target.map(|target| ProbeTask::start(&self.context, &self.inbox, target));
+        if self.probe.as_ref().map(|probe| &probe.target) == target.as_ref() {
+            return;
         }
+        self.probe = None;
+        let Some(target) = target else { return };
+        if let Some(last) = self.probed.replace(target.clone()).filter(|last| *last != target) {
+            let ip = self.o.reach.ip.filter(|_| last.same_address(&target));
+            self.o.reach = Reach { of: target.process.clone(), ip, ..Reach::default() };
+        }
+        self.probe = Some(ProbeTask::start(&self.context, &self.inbox, target));
     }
 
     pub(super) fn probe_target(&self) -> Option<Target> {
         let wish = self.o.wish.as_ref().filter(|wish| !wish.deleting && !wish.gone)?;
         if !wish.managed {
             let fixed = Some(wish::external(wish)?);
-            return Some(Target { vm_id: wish.id.clone(), macs: Vec::new(), fixed, port: wish.probe_port });
+            let process = Process { vm_id: wish.id.clone(), ..Process::default() };
+            return Some(Target { process, macs: Vec::new(), fixed, port: wish.probe_port });
         }
-        let up = matches!(self.o.record.as_ref()?.phase, Phase::Up | Phase::Prepushing);
-        let vm = self.o.vm_there().filter(|vm| up && vm.phase == VmPhase::Running)?;
-        let macs = vm.macs.clone();
-        Some(Target { vm_id: vm.id.clone(), macs, fixed: None, port: wish.probe_port })
+        if !matches!(self.o.record.as_ref()?.phase, Phase::Up | Phase::Prepushing) {
+            return None;
+        }
+        // While it is asked for again, nobody says that it is another one.
+        let Some(vm) = self.o.vm.known() else {
+            let target = self.probe.as_ref()?.target.clone();
+            return Some(Target { port: wish.probe_port, ..target });
+        };
+        let vm = vm.as_ref().filter(|vm| vm.phase == VmPhase::Running)?;
+        Some(Target { process: vm.into(), macs: vm.macs.clone(), fixed: None, port: wish.probe_port })
     }
 
     /// Pods that wait behind the head, or that may not have this name at all.

@@ -1,8 +1,9 @@
 //! The way into an owner: a latest-wins inbox instead of a queue, so it is bounded by nature (I9).
 //!
 //! Entry point: [`Inbox`]. Everything that may concern a VM reaches its owner here: pods, the engine's
-//! list, probe results, acceptance of views, requests for the baseline. Posting never waits, so two
-//! owners that post to one another cannot block each other.
+//! list, acceptance of views, requests for the baseline. Posting never waits, so two
+//! owners that post to one another cannot block each other. What the probe says is with its task, which only
+//! rings here: so it ends with the probe.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -13,7 +14,6 @@ use tokio::{
 };
 
 use crate::{
-    planner::observation::Reach,
     ports::{Awaited, SnapshotView, VmView},
     reason::{Reason, Trouble},
     record::OwnerRecord,
@@ -56,7 +56,6 @@ struct State {
     pods: Vec<Incarnation>,
     listed: Option<Listed>,
     accepted: u64,
-    reach: Option<Reach>,
     askers: Vec<oneshot::Sender<BaselineAnswer>>,
     /// Namespace and UID of the owner record; empty without one.
     recorded: (String, String),
@@ -118,12 +117,6 @@ impl Inbox {
         let mut state = self.state();
         state.accepted = state.accepted.max(version);
         drop(state);
-        self.bell.notify_one();
-    }
-
-    /// The probe has something new to say.
-    pub fn reach(&self, reach: Reach) {
-        self.state().reach = Some(reach);
         self.bell.notify_one();
     }
 
@@ -200,11 +193,6 @@ impl Inbox {
     /// What the list said last.
     pub(super) fn last_listed(&self) -> Option<Listed> {
         self.state().listed.clone()
-    }
-
-    /// What the probe said last.
-    pub(super) fn last_reach(&self) -> Option<Reach> {
-        self.state().reach.clone()
     }
 
     /// The number of the last accepted view.

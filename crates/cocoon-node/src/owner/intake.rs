@@ -4,8 +4,8 @@
 
 use crate::{
     cluster::Tone,
-    owner::{known, newer::asks_otherwise, task::Owner},
-    planner::observation::{Cooling, How, Seen, Silence, Wish},
+    owner::{known, newer::asks_otherwise, probe::ProbeTask, task::Owner},
+    planner::observation::{Cooling, How, Reach, Seen, Silence, Wish},
     ports::{Awaited, VmPhase},
     reason::{Reason, Trouble},
     wish,
@@ -16,7 +16,7 @@ impl Owner {
         self.pods = self.inbox.pods();
         self.o.now = self.context.world.now();
         self.o.baseline_wanted = self.inbox.baseline_wanted();
-        if let Some(reach) = self.inbox.last_reach() {
+        if let Some(reach) = self.probe.as_ref().and_then(ProbeTask::said) {
             self.o.reach = reach;
         }
         self.take_listed();
@@ -75,6 +75,7 @@ impl Owner {
         }
         if self.o.wish.as_ref().map(|wish| &wish.uid) != wish.as_ref().map(|wish| &wish.uid) {
             (self.o.finalised, self.o.dropped, self.o.latest_now) = (false, false, None);
+            (self.probe, self.probed, self.o.reach) = (None, None, Reach::default());
             self.shown = None;
         }
         let ending = wish.as_ref().is_some_and(|wish| wish.deleting && !wish.gone);

@@ -8,6 +8,8 @@
 #[cfg(test)]
 mod ahead;
 #[cfg(test)]
+mod answering;
+#[cfg(test)]
 mod budget;
 pub mod directory;
 mod front;

@@ -6,11 +6,11 @@
 
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 
-use tokio::task::JoinHandle;
+use tokio::{sync::watch, task::JoinHandle};
 
 use crate::{
     owner::{Context, inbox::Inbox},
-    planner::observation::Reach,
+    planner::observation::{Process, Reach},
 };
 
 const FIRST: Duration = Duration::from_millis(100);
@@ -22,17 +22,25 @@ const FAILURES: u32 = 3;
 /// What is probed; another target is another task.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Target {
-    pub(super) vm_id: String,
+    pub(super) process: Process,
     pub(super) macs: Vec<String>,
     /// A fixed address (unmanaged pods); else the lease's.
     pub(super) fixed: Option<Ipv4Addr>,
     pub(super) port: Option<u16>,
 }
 
-/// A running probe; ends when dropped.
+impl Target {
+    /// Whether the guest of another target is found where this one's is.
+    pub(super) fn same_address(&self, other: &Self) -> bool {
+        self.process.vm_id == other.process.vm_id && self.macs == other.macs && self.fixed == other.fixed
+    }
+}
+
+/// A running probe; ends when dropped, and what it said with it.
 #[derive(Debug)]
 pub(super) struct ProbeTask {
     pub(super) target: Target,
+    said: watch::Receiver<Option<Reach>>,
     task: JoinHandle<()>,
 }
 
@@ -44,8 +52,14 @@ impl Drop for ProbeTask {
 
 impl ProbeTask {
     pub(super) fn start(context: &Arc<Context>, inbox: &Arc<Inbox>, target: Target) -> Self {
-        let probe = watch(Arc::clone(context), Arc::clone(inbox), target.clone());
-        Self { target, task: tokio::spawn(probe) }
+        let (tell, said) = watch::channel(None);
+        let probe = keep_asking(Arc::clone(context), Arc::clone(inbox), target.clone(), tell);
+        Self { target, said, task: tokio::spawn(probe) }
+    }
+
+    /// What it said last.
+    pub(super) fn said(&self) -> Option<Reach> {
+        self.said.borrow().clone()
     }
 }
 
@@ -79,16 +93,20 @@ impl Gauge {
     }
 }
 
-async fn watch(context: Arc<Context>, inbox: Arc<Inbox>, target: Target) {
-    let (mut gauge, mut told) = (Gauge::default(), None);
+async fn keep_asking(
+    context: Arc<Context>,
+    inbox: Arc<Inbox>,
+    target: Target,
+    tell: watch::Sender<Option<Reach>>,
+) {
+    let mut gauge = Gauge::default();
     loop {
         let (ip, outcome) = sample(&context, &target).await;
         gauge.sample(outcome.is_ok());
         let message = if gauge.ready { String::new() } else { outcome.err().unwrap_or_default() };
-        let reach = Reach { vm_id: target.vm_id.clone(), ip, ready: gauge.ready, message };
-        if told.as_ref() != Some(&reach) {
-            inbox.reach(reach.clone());
-            told = Some(reach);
+        let reach = Reach { of: target.process.clone(), ip, ready: gauge.ready, message };
+        if tell.send_if_modified(|told| told.replace(reach.clone()) != Some(reach)) {
+            inbox.ring();
         }
         tokio::time::sleep(gauge.pause()).await;
     }

@@ -34,6 +34,8 @@ pub(crate) struct Api {
     /// The same, each time that it was said.
     pub(crate) said: Mutex<Vec<Trouble>>,
     pub(crate) writes: Mutex<u32>,
+    /// How often a pod became ready.
+    turned_ready: Mutex<u32>,
     /// When something was written, events too.
     pub(crate) written_at: Mutex<Vec<tokio::time::Instant>>,
     router: Mutex<Option<Weak<Router>>>,
@@ -51,7 +53,17 @@ impl Api {
         }
     }
 
+    /// How often a pod became ready.
+    pub(crate) fn said_ready(&self) -> u32 {
+        *self.turned_ready.lock().unwrap()
+    }
+
     fn store(&self, pod: Pod) {
+        let before =
+            self.pods().get(pod.metadata.uid.as_deref().unwrap()).is_some_and(cocoon_meta::is_pod_ready);
+        if cocoon_meta::is_pod_ready(&pod) && !before {
+            *self.turned_ready.lock().unwrap() += 1;
+        }
         self.pods().insert(pod.metadata.uid.clone().unwrap(), pod.clone());
         self.route(Change::Seen(Arc::new(pod)));
     }

@@ -19,7 +19,7 @@ use crate::{
         known::{self, Found},
         newer::{asks_otherwise, is_about_wish, may_drop, superseded},
         perform::{Scene, perform},
-        probe::ProbeTask,
+        probe::{ProbeTask, Target},
         retry::Retry,
     },
     planner::{
@@ -55,6 +55,8 @@ pub(super) struct Owner {
     /// When the last step ended: a list that was asked for before says nothing about it.
     pub(super) touched: Instant,
     pub(super) probe: Option<ProbeTask>,
+    /// What was probed last: what the observation says of its guest is about that.
+    pub(super) probed: Option<Target>,
     pub(super) seat: Option<(PodKey, String)>,
     pub(super) bystanders: BTreeMap<String, View>,
     /// Since when the pod at the head is known to be deleted.
@@ -99,6 +101,7 @@ impl Owner {
             shown_at: now,
             touched: now,
             probe: None,
+            probed: None,
             seat: None,
             bystanders: BTreeMap::new(),
             ending_since: None,
@@ -178,8 +181,8 @@ impl Owner {
         self.inbox.await_arrival(self.awaited());
         self.tend_vm();
         self.say_oddities();
-        self.show();
         self.tend_probe();
+        self.show();
         self.tend_bystanders().await;
     }
 
@@ -243,6 +246,7 @@ impl Owner {
                 () = sleep_until(word.unwrap_or(begun)), if word.is_some() => self.say_wait(step),
                 () = inbox.rung() => {
                     self.take_inbox();
+                    self.tend_probe();
                     self.show();
                     if superseded(step, self.o.wish.as_ref()) {
                         return None;

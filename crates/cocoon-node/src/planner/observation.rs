@@ -154,11 +154,28 @@ pub enum Cooling {
     Hard,
 }
 
+/// One process of a VM: what is true of its guest is not true of the next one's.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Process {
+    /// Engine id of the VM.
+    pub vm_id: String,
+    /// Process id; 0 without one (unmanaged VMs).
+    pub pid: u32,
+    /// When it was started, if the engine says so.
+    pub started: Option<Timestamp>,
+}
+
+impl From<&VmView> for Process {
+    fn from(vm: &VmView) -> Self {
+        Self { vm_id: vm.id.clone(), pid: vm.pid, started: vm.started_at }
+    }
+}
+
 /// What the guest's probe says.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Reach {
-    /// The VM that was probed.
-    pub vm_id: String,
+    /// What was probed: it says nothing about any other process.
+    pub of: Process,
     /// Its address, once leased.
     pub ip: Option<std::net::Ipv4Addr>,
     /// A probe succeeded (and no three failed since).
@@ -253,7 +270,7 @@ pub struct Observation {
     pub published: bool,
     /// Since when the view waits to be accepted.
     pub unpublished_for: Duration,
-    /// What the probe says.
+    /// What the probe said last; whether that is true of the present process: [`Observation::answers`].
     pub reach: Reach,
     /// The guest does not take its identity.
     pub silence: Option<Silence>,
@@ -290,6 +307,14 @@ impl Observation {
 
     /// The VM, if the engine has one for sure.
     #[must_use]
+    /// Whether a probe reached the process that the VM has now: what was true of a former one is no answer
+    /// (I4). While the VM is asked for again, what was known of it stands.
+    #[must_use]
+    pub fn answers(&self) -> bool {
+        let same = self.vm.known().is_none_or(|vm| vm.as_ref().is_some_and(|vm| self.reach.of == vm.into()));
+        same && self.reach.ready
+    }
+
     pub fn vm_there(&self) -> Option<&VmView> {
         self.vm.known().and_then(Option::as_ref)
     }

@@ -147,7 +147,7 @@ fn stray(o: &Observation, record: &OwnerRecord) -> Option<Step> {
 /// A live snapshot request that is not answered yet; served once the guest is ready.
 fn live(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Option<Step> {
     let asked = wish.live_request.as_ref()?;
-    if !o.reach.ready || record.live.as_ref().is_some_and(|answer| answer.reference == *asked) {
+    if !o.answers() || record.live.as_ref().is_some_and(|answer| answer.reference == *asked) {
         return None;
     }
     let answered = |answer: LiveAnswer| {
@@ -196,7 +196,7 @@ fn refreshed(o: &Observation, wish: &Wish, record: &OwnerRecord, vm: &VmView) ->
         next.restarts = next.restarts.saturating_add(1);
         next.started = Some(o.now);
     }
-    if o.reach.ready && o.reach.vm_id == vm.id && o.published && !vm.links_down {
+    if o.answers() && o.published && !vm.links_down {
         next.woken_ready = next.woken_from.is_some();
     }
     (next != *record).then_some(next)

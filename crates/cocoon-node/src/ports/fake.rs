@@ -176,7 +176,7 @@ impl Fake {
             id: format!("VM{}", world.made),
             name: name.to_owned(),
             phase: VmPhase::Running,
-            pid: 100,
+            pid: 100 + u32::try_from(world.made).unwrap_or_default(),
             macs: vec![format!("02:00:00:00:00:{:02x}", world.made)],
             hypervisor: "qemu".to_owned(),
             came_up: true,
@@ -266,12 +266,16 @@ impl Vms for Fake {
         self.begin("start", vm)?;
         let started = {
             let mut world = self.world();
-            let deaf = world.deaf;
+            world.made += 1;
+            let (deaf, pid) = (world.deaf, 100 + u32::try_from(world.made).unwrap_or_default());
             let machine = world.vms.get_mut(vm).ok_or_else(|| PortError::new(Reason::VMGone, "no VM"))?;
             (machine.view.phase, machine.frozen) = (VmPhase::Running, false);
             machine.view.links_down &= deaf;
             machine.view.clone()
         };
+            if machine.view.phase != VmPhase::Running {
+                machine.view.pid = pid;
+            }
         self.done().await;
         Ok(started)
     }
@@ -513,6 +517,7 @@ impl Leases for Fake {
 #[async_trait]
 impl Prober for Fake {
     async fn probe(&self, ip: Ipv4Addr, _port: Option<u16>, _limit: Duration) -> Result<(), String> {
+        self.slowly("probe").await;
         if self.world().unreachable { Err(format!("{ip} did not answer")) } else { Ok(()) }
     }
 }

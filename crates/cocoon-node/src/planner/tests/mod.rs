@@ -7,7 +7,7 @@ mod life;
 use jiff::Timestamp;
 
 use super::{
-    observation::{How, PodKey, Reach, Sizes, SourceRef, Wish},
+    observation::{How, PodKey, Process, Reach, Sizes, SourceRef, Wish},
     *,
 };
 use crate::{
@@ -116,8 +116,10 @@ fn blank() -> Observation {
 
 /// A pod whose VM runs.
 fn living() -> Observation {
-    let reach = Reach { vm_id: "ID1".into(), ip: None, ready: true, message: String::new() };
-    Observation { record: Some(up()), vm: vm(VmPhase::Running), reach, ..blank() }
+    let vm = vm(VmPhase::Running);
+    let of = vm.known().and_then(Option::as_ref).map(Process::from).unwrap();
+    let reach = Reach { of, ip: None, ready: true, message: String::new() };
+    Observation { record: Some(up()), vm, reach, ..blank() }
 }
 
 fn wishing(o: Observation, change: impl FnOnce(&mut Wish)) -> Observation {
