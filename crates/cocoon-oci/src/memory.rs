@@ -15,6 +15,7 @@ use tokio::io::AsyncReadExt as _;
 
 use crate::{
     digest,
+    reference::is_tag,
     registry::{Body, Manifest, Registry, RegistryError},
 };
 
@@ -123,6 +124,10 @@ fn key(repository: &str, reference: &str) -> (String, String) {
     (repository.to_owned(), reference.to_owned())
 }
 
+fn check_tag(tag: &str) -> Result<(), RegistryError> {
+    if is_tag(tag) { Ok(()) } else { Err(RegistryError::InvalidName(tag.to_owned())) }
+}
+
 #[async_trait]
 impl Registry for Memory {
     async fn has_blob(&self, repository: &str, digest: &str) -> Result<bool, RegistryError> {
@@ -184,6 +189,7 @@ impl Registry for Memory {
         bytes: Bytes,
     ) -> Result<Option<String>, RegistryError> {
         self.ready([repository, tag])?;
+        check_tag(tag)?;
         let mut state = self.state();
         let now = state.manifests.get(&key(repository, tag)).map(|manifest| manifest.digest.as_str());
         let ours = now == expected;
@@ -214,6 +220,7 @@ impl Registry for Memory {
 
     async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
         self.ready([repository, tag])?;
+        check_tag(tag)?;
         let mut state = self.state();
         let key = key(repository, tag);
         let ours = state.manifests.get(&key).is_some_and(|manifest| manifest.digest == digest);

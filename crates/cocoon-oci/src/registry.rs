@@ -9,8 +9,6 @@ use bytes::Bytes;
 use thiserror::Error;
 use tokio::io::AsyncRead;
 
-use crate::reference::is_tag;
-
 /// Why a registry did not do what was asked. "Not there" is never an error here: it is `None` or `false`.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -110,11 +108,14 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
         bytes: Bytes,
     ) -> Result<String, RegistryError>;
     /// Points a tag to a manifest if it points to `expected` now (`None`: if it is not there); returns the
-    /// manifest's digest, or `None` if the tag is elsewhere and stays. This default looks and then puts, since
-    /// the distribution API knows no conditional put: what another writer puts between the two requests is
-    /// lost. That window is one request long; a writer that reads the tag back sees whether it was overwritten
-    /// until then, and whoever overwrote it does not learn what it replaced. Where it matters, only one
-    /// writer at a time has the tag (I1). Implementations that can do it in one step override it.
+    /// manifest's digest, or `None` if the tag is elsewhere and stays. Looking and putting are one step: nobody
+    /// else's write in between is lost.
+    ///
+    /// There is no default, because looking and then putting breaks the promise unseen. An implementation of
+    /// the distribution API, which knows no conditional put, sends `If-Match` (`If-None-Match: *`) to a registry
+    /// that is known to heed it; else it lets only one writer at a time have the tag (a lease that all writers
+    /// honour), looks, puts, reads the tag back, and says in its own words what is left of the window: what is
+    /// overwritten there cannot be had again (I3).
     async fn put_tag_if(
         &self,
         repository: &str,
@@ -122,16 +123,7 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
         expected: Option<&str>,
         media_type: &str,
         bytes: Bytes,
-    ) -> Result<Option<String>, RegistryError> {
-        if !is_tag(tag) {
-            return Err(RegistryError::InvalidName(tag.to_owned()));
-        }
-        let now = self.get_manifest(repository, tag).await?.map(|now| now.digest);
-        if now.as_deref() != expected {
-            return Ok(None);
-        }
-        self.put_manifest(repository, tag, media_type, bytes).await.map(Some)
-    }
+    ) -> Result<Option<String>, RegistryError>;
     /// Reads a manifest, verified. `None`: not there.
     async fn get_manifest(
         &self,
@@ -141,16 +133,8 @@ pub trait Registry: Send + Sync + std::fmt::Debug {
     /// Deletes a tag or a digest; not there is success.
     async fn delete_manifest(&self, repository: &str, reference: &str) -> Result<(), RegistryError>;
     /// Deletes a tag if it points to `digest`; says whether it did. A tag that points elsewhere or is not
-    /// there stays as it is. This default looks and then deletes, for registries without such a request: a
-    /// push between the two is lost. Implementations that can do it in one step override it.
-    async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError> {
-        if !is_tag(tag) {
-            return Err(RegistryError::InvalidName(tag.to_owned()));
-        }
-        let now = self.get_manifest(repository, tag).await?;
-        if now.is_none_or(|now| now.digest != digest) {
-            return Ok(false);
-        }
-        self.delete_manifest(repository, tag).await.map(|()| true)
-    }
+    /// there stays as it is. One step, and no default, as with [`Registry::put_tag_if`]: an implementation of
+    /// the distribution API deletes under the same lease, never by digest alone, which would take every other
+    /// tag of that manifest too.
+    async fn delete_tag_if(&self, repository: &str, tag: &str, digest: &str) -> Result<bool, RegistryError>;
 }

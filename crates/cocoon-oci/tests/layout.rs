@@ -15,22 +15,24 @@ use cocoon_oci::{
     layout::OciLayout,
     manifest::{Descriptor, Document, OCI_MANIFEST},
     media,
-    registry::{Registry as _, RegistryError},
+    memory::Memory,
+    registry::{Registry, RegistryError},
 };
 use tokio::io::AsyncReadExt as _;
 
-async fn blob(layout: &OciLayout, bytes: &[u8]) -> Descriptor {
+async fn blob(registry: &dyn Registry, bytes: &[u8]) -> Descriptor {
     let digest = digest::of(bytes);
-    layout.put_bytes("vm", &digest, Bytes::copy_from_slice(bytes)).await.unwrap();
+    registry.put_bytes("vm", &digest, Bytes::copy_from_slice(bytes)).await.unwrap();
     let media_type = "application/octet-stream".to_owned();
     Descriptor { media_type, digest, size: bytes.len() as i64, ..Descriptor::default() }
 }
 
-async fn manifest(layout: &OciLayout, layers: &[&[u8]]) -> Document {
+async fn manifest(registry: &dyn Registry, layers: &[&[u8]]) -> Document {
     let mut document = Document { media_type: OCI_MANIFEST.to_owned(), ..Document::default() };
-    document.config = Descriptor { media_type: media::EMPTY_CONFIG.to_owned(), ..blob(layout, b"{}").await };
+    document.config =
+        Descriptor { media_type: media::EMPTY_CONFIG.to_owned(), ..blob(registry, b"{}").await };
     for layer in layers {
-        document.layers.push(blob(layout, layer).await);
+        document.layers.push(blob(registry, layer).await);
     }
     document
 }
@@ -211,7 +213,7 @@ async fn many_pushers_and_a_collector_at_once_lose_no_tag() {
         let layout = Arc::new(OciLayout::open(folder.path()).unwrap());
         tokio::spawn(async move {
             for round in 0..6_u8 {
-                let document = manifest(&layout, &[&[number, round], b"common"]).await;
+                let document = manifest(layout.as_ref(), &[&[number, round], b"common"]).await;
                 put(&layout, &format!("vm{number}"), &format!("t{round}"), &document).await.unwrap();
                 layout.collect(Duration::from_secs(60)).await.unwrap();
             }
@@ -234,9 +236,9 @@ async fn many_pushers_and_a_collector_at_once_lose_no_tag() {
 async fn a_collector_that_reads_manifests_holds_up_no_pusher_and_takes_nothing_of_its_push() {
     let folder = tempfile::tempdir().unwrap();
     let layout = Arc::new(OciLayout::open(folder.path()).unwrap());
-    let old = manifest(&layout, &[b"old"]).await;
+    let old = manifest(layout.as_ref(), &[b"old"]).await;
     let digest = put(&layout, "vm", "latest", &old).await.unwrap();
-    let stray = blob(&layout, b"stray").await;
+    let stray = blob(layout.as_ref(), b"stray").await;
     // A manifest that takes as long to read as the test likes.
     let slow = folder.path().join("blobs/sha256").join(digest::hex_of(&digest).unwrap());
     std::fs::remove_file(&slow).unwrap();
@@ -252,9 +254,9 @@ async fn a_collector_that_reads_manifests_holds_up_no_pusher_and_takes_nothing_o
     })
     .await
     .unwrap();
-    let new = manifest(&layout, &[b"new"]).await;
+    let new = manifest(layout.as_ref(), &[b"new"]).await;
     let pushing = put(&layout, "vm", "hibernate", &new);
-    tokio::time::timeout(Duration::from_secs(10), pushing)
+    tokio::time::timeout(Duration::from_secs(120), pushing)
         .await
         .expect("the collector holds the lock")
         .unwrap();
@@ -270,17 +272,20 @@ async fn a_collector_that_reads_manifests_holds_up_no_pusher_and_takes_nothing_o
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_many_who_replace_the_same_manifest_one_wins() {
+async fn of_many_who_replace_or_drop_the_same_manifest_one_wins() {
     let folder = tempfile::tempdir().unwrap();
-    let layout = Arc::new(OciLayout::open(folder.path()).unwrap());
+    one_wins(Arc::new(OciLayout::open(folder.path()).unwrap())).await;
+    one_wins(Arc::new(Memory::new())).await;
+}
+
+async fn one_wins(registry: Arc<dyn Registry>) {
     let mut expected = None;
     for round in 0..5_u8 {
         let tries = (0..6_u8).map(|number| {
-            let (layout, expected) = (Arc::clone(&layout), expected.clone());
+            let (registry, expected) = (Arc::clone(&registry), expected.clone());
             tokio::spawn(async move {
-                let document = manifest(&layout, &[&[round, number]]).await;
-                let bytes = document.to_bytes().into();
-                layout.put_tag_if("vm", "t", expected.as_deref(), OCI_MANIFEST, bytes).await.unwrap()
+                let bytes = manifest(registry.as_ref(), &[&[round, number]]).await.to_bytes().into();
+                registry.put_tag_if("vm", "t", expected.as_deref(), OCI_MANIFEST, bytes).await.unwrap()
             })
         });
         let mut won = Vec::new();
@@ -288,12 +293,26 @@ async fn of_many_who_replace_the_same_manifest_one_wins() {
             won.extend(one.await.unwrap());
         }
         assert_eq!(won.len(), 1, "{won:?}");
-        assert_eq!(layout.get_manifest("vm", "t").await.unwrap().unwrap().digest, won[0]);
+        assert_eq!(registry.get_manifest("vm", "t").await.unwrap().unwrap().digest, won[0]);
         expected = won.pop();
     }
-    let document = manifest(&layout, &[b"late"]).await;
-    let put = layout.put_tag_if("vm", "t", None, OCI_MANIFEST, document.to_bytes().into()).await;
+    let late: Bytes = manifest(registry.as_ref(), &[b"late"]).await.to_bytes().into();
+    let put = registry.put_tag_if("vm", "t", None, OCI_MANIFEST, late.clone()).await;
     assert_eq!(put.unwrap(), None, "a tag that is there is not absent");
+    let there = expected.unwrap();
+    let by_digest = registry.put_tag_if("vm", &there, Some(&there), OCI_MANIFEST, late).await;
+    assert!(matches!(by_digest, Err(RegistryError::InvalidName(_))), "only tags move");
+    let other = digest::of(b"another manifest");
+    assert!(!registry.delete_tag_if("vm", "t", &other).await.unwrap(), "it points elsewhere");
+    let drops = (0..6).map(|_| {
+        let (registry, there) = (Arc::clone(&registry), there.clone());
+        tokio::spawn(async move { registry.delete_tag_if("vm", "t", &there).await.unwrap() })
+    });
+    let mut dropped = 0;
+    for one in drops.collect::<Vec<_>>() {
+        dropped += u32::from(one.await.unwrap());
+    }
+    assert_eq!((dropped, registry.get_manifest("vm", "t").await.unwrap()), (1, None));
 }
 
 /// Needs root, as the whole test run does: a small tmpfs is the only honest full disk.

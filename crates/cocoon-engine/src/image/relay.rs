@@ -95,6 +95,17 @@ impl Registry for Relay {
         Err(unavailable(reference, "an import only reads"))
     }
 
+    async fn put_tag_if(
+        &self,
+        _: &str,
+        tag: &str,
+        _: Option<&str>,
+        _: &str,
+        _: Bytes,
+    ) -> Result<Option<String>, RegistryError> {
+        Err(unavailable(tag, "an import only reads"))
+    }
+
     async fn get_manifest(
         &self,
         repository: &str,
@@ -106,5 +117,9 @@ impl Registry for Relay {
 
     async fn delete_manifest(&self, _: &str, reference: &str) -> Result<(), RegistryError> {
         Err(unavailable(reference, "an import only reads"))
+    }
+
+    async fn delete_tag_if(&self, _: &str, tag: &str, _: &str) -> Result<bool, RegistryError> {
+        Err(unavailable(tag, "an import only reads"))
     }
 }
