@@ -15,7 +15,7 @@ use tower::util::BoxCloneSyncService;
 use crate::{
     auth::{self, Tokens},
     controllers,
-    http::{self as routes, Pages},
+    http::{self as routes, Bodies, Pages},
     journal::{Durability, Journal as _, Loaded, SqliteJournal},
     objects::Objects,
     proxy::Proxy,
@@ -64,6 +64,7 @@ pub(crate) struct Inner {
     pub(crate) config: PlaneConfig,
     pub(crate) objects: Objects,
     pub(crate) pages: Pages,
+    pub(crate) bodies: Bodies,
     pub(crate) proxy: Proxy,
     pub(crate) authority: OnceLock<String>,
     /// Connections that found no place.
@@ -138,6 +139,7 @@ impl Plane {
             tokens: Tokens::new(&config.tokens),
             objects: Objects::new(store, durability, world),
             pages: Pages::starting_at(u64::from_le_bytes(start)),
+            bodies: Bodies::default(),
             proxy: Proxy::default(),
             authority: OnceLock::new(),
             refused: Refused::default(),

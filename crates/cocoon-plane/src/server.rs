@@ -1,7 +1,7 @@
 //! The API over TLS.
 //!
-//! Entry point: [`serve`]. Bounds: those of [`LIMITS`]; a deadline for the request head; a limited wait at
-//! shutdown. Invariant: a request without an identity is answered 401 before anything else of it is read.
+//! Entry point: [`serve`]. Bounds: those of [`LIMITS`]; a deadline for the request head; [`BUFFER`] a connection;
+//! those of `http::bodies`; a limited wait at shutdown. Invariant: a request without an identity is answered 401 before anything else of it is read.
 
 use std::{convert::Infallible, io, sync::Arc, time::Duration};
 
@@ -28,6 +28,8 @@ const LIMITS: Limits =
 /// it must be longer than the pauses of periodic clients: a lease is renewed each 10 s, a status each 60 s,
 /// on a kept connection.
 const HEAD: Duration = Duration::from_secs(90);
+/// What is read of a connection at a time, and the longest head of a request.
+const BUFFER: usize = 64 << 10;
 /// How long a shutdown waits for answers under way.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -60,7 +62,7 @@ async fn connection(inner: Arc<Inner>, arrival: Arrival, shutdown: CancellationT
         async move { Ok::<_, Infallible>(identified(inner, user, request, closing, &known).await) }
     });
     let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(BUFFER);
     builder
         .http2()
         .timer(TokioTimer::new())

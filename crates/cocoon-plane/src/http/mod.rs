@@ -2,9 +2,10 @@
 //!
 //! Entry point: [`handle`]. Flow: identity is known before the path is looked at; then the path names a
 //! target, the user is checked against it, then the verb runs. Submodules: `path` and `params` read the
-//! request, `verbs` and `watch` do the work, `view` shapes answers, `discovery`, `openapi` and
+//! request, `bodies` its body, `verbs` and `watch` do the work, `view` shapes answers, `discovery`, `openapi` and
 //! `reviews` serve what is not stored.
 
+mod bodies;
 pub(crate) mod discovery;
 mod openapi;
 mod pages;
@@ -15,14 +16,13 @@ mod verbs;
 mod view;
 mod watch;
 
+pub(crate) use bodies::Bodies;
 pub(crate) use watch::Closing;
 
 use std::sync::Arc;
 
 use axum::body::Body;
-use bytes::Bytes;
 use http::{HeaderMap, Method, header, request::Parts};
-use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 pub(crate) use pages::Pages;
 use path::{Address, Target};
 
@@ -33,9 +33,6 @@ use crate::{
     proxy,
     resources::{self, Kind},
 };
-
-/// Largest body that is read.
-const BODY: usize = 3 << 20;
 
 /// One request on its way, without its body.
 pub(crate) struct Call {
@@ -108,13 +105,16 @@ fn other(call: &Call, words: &[String]) -> Result<Response, ApiError> {
 
 fn metrics(inner: &Inner) -> String {
     let (store, journal) = (inner.objects.store(), inner.objects.durability());
+    let (body_bytes, bodies_refused) = inner.bodies.figures();
     format!(
         "# TYPE cocoon_plane_revision counter\ncocoon_plane_revision {}\n\
          # TYPE cocoon_plane_window_oldest gauge\ncocoon_plane_window_oldest {}\n\
          # TYPE cocoon_plane_watchers_ended_total counter\ncocoon_plane_watchers_ended_total {}\n\
          # TYPE cocoon_plane_journal_waiting_bytes gauge\ncocoon_plane_journal_waiting_bytes {}\n\
          # TYPE cocoon_plane_journal_refused_total counter\ncocoon_plane_journal_refused_total {}\n\
-         # TYPE cocoon_plane_connections_refused_total counter\ncocoon_plane_connections_refused_total {}\n",
+         # TYPE cocoon_plane_connections_refused_total counter\ncocoon_plane_connections_refused_total {}\n\
+         # TYPE cocoon_plane_body_bytes gauge\ncocoon_plane_body_bytes {body_bytes}\n\
+         # TYPE cocoon_plane_bodies_refused_total counter\ncocoon_plane_bodies_refused_total {bodies_refused}\n",
         store.revision(),
         store.oldest(),
         store.ended_watchers(),
@@ -199,16 +199,4 @@ async fn special(
 pub(crate) fn content_type(headers: &HeaderMap) -> String {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     value.split(';').next().unwrap_or_default().trim().to_lowercase()
-}
-
-/// The whole body, up to the limit.
-pub(crate) async fn read_body(body: Body) -> Result<Bytes, ApiError> {
-    match Limited::new(body, BODY).collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) if error.downcast_ref::<LengthLimitError>().is_some() => {
-            let message = format!("Request entity too large: limit is {BODY}");
-            Err(ApiError::new(413, "RequestEntityTooLarge", message))
-        }
-        Err(error) => Err(ApiError::bad_request(format!("the body could not be read: {error}"))),
-    }
 }

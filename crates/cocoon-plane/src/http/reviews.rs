@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Call, content_type, path::Address, read_body};
+use super::{Call, content_type, path::Address};
 use crate::{
     authz::{self, Attributes},
     error::{ApiError, respond_json},
@@ -46,7 +46,7 @@ pub(super) async fn answer(
     if call.parts.method != http::Method::POST {
         return Err(ApiError::method_not_allowed(call.parts.method.as_str()));
     }
-    let body = read_body(body).await?;
+    let body = call.inner.bodies.read(body).await?;
     let (mut value, _) = fields::parse(&content_type(&call.parts.headers), &body)?;
     value["status"] = match review {
         Review::Myself => json!({ "userInfo": user_info(&call.user) }),

@@ -12,7 +12,6 @@ use super::{
     Call, content_type,
     params::delete_options,
     path::Address,
-    read_body,
     view::{Presenter, View},
 };
 use crate::{
@@ -222,7 +221,7 @@ pub(super) async fn create(
 ) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let (options, strictness) = (write_options(call)?, call.params.strictness()?);
-    let body = read_body(body).await?;
+    let body = call.inner.bodies.read(body).await?;
     let (mut value, mut complaints) = fields::parse(&content_type(&call.parts.headers), &body)?;
     accept_body(kind, address, &mut value)?;
     authz::check_created(&call.user, kind, text(&value, "/metadata/name"))?;
@@ -249,7 +248,7 @@ pub(super) async fn change(
         part: if address.subresource == "status" { Part::Status } else { Part::Main },
     };
     let content_type = content_type(&call.parts.headers);
-    let body = read_body(body).await?;
+    let body = call.inner.bodies.read(body).await?;
     let objects = &call.inner.objects;
     let (done, complaints) = if call.parts.method == Method::PATCH {
         let (patch, complaints) = Patch::parse(&content_type, &body)?;
@@ -334,7 +333,7 @@ fn judged_body(call: &Call, body: &[u8], kind: &Kind) -> Result<(Value, Vec<Stri
 }
 
 async fn delete_body(call: &Call, body: Body) -> Result<Value, ApiError> {
-    let body = read_body(body).await?;
+    let body = call.inner.bodies.read(body).await?;
     if body.is_empty() {
         return Ok(json!({}));
     }
@@ -405,7 +404,7 @@ pub(super) async fn finalize(
 ) -> Result<Response, ApiError> {
     let presenter = presenter(call, kind)?;
     let options = write_options(call)?;
-    let (mut value, warnings) = judged_body(call, &read_body(body).await?, kind)?;
+    let (mut value, warnings) = judged_body(call, &call.inner.bodies.read(body).await?, kind)?;
     accept_body(kind, address, &mut value)?;
     let finalizers = value.pointer("/spec/finalizers").cloned();
     let (uid, revision) = (text(&value, "/metadata/uid"), text(&value, "/metadata/resourceVersion"));
@@ -426,7 +425,7 @@ pub(super) async fn bind(
     address: &Address,
 ) -> Result<Response, ApiError> {
     let options = write_options(call)?;
-    let (value, warnings) = judged_body(call, &read_body(body).await?, kind)?;
+    let (value, warnings) = judged_body(call, &call.inner.bodies.read(body).await?, kind)?;
     let (target, node) = (text(&value, "/target/kind"), text(&value, "/target/name"));
     if !matches!(target, "" | "Node") || node.is_empty() {
         return Err(ApiError::bad_request("the target of a binding must be a Node with a name"));
@@ -452,7 +451,7 @@ pub(super) async fn evict(
     kind: &'static Kind,
     address: &Address,
 ) -> Result<Response, ApiError> {
-    let body = read_body(body).await?;
+    let body = call.inner.bodies.read(body).await?;
     let (body, warnings) =
         if body.is_empty() { (json!({}), Vec::new()) } else { judged_body(call, &body, kind)? };
     let mut options = delete_options(&call.params, &body["deleteOptions"])?;
