@@ -11,15 +11,33 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 
 /// Writes `content` to a temporary file beside `path`, syncs it, renames it over `path`, syncs the
 /// folder. `mode` is the file's permission bits.
 pub fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    write_aside(path, content, mode, |temporary| std::fs::rename(temporary, path))
+}
+
+/// [`replace`] that replaces nothing: whatever has the name already, a dangling link included, stays, and the
+/// error is of kind `AlreadyExists`.
+pub fn create(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    write_aside(path, content, mode, |temporary| {
+        Ok(renameat_with(CWD, temporary, CWD, path, RenameFlags::NOREPLACE)?)
+    })
+}
+
+/// Writes beside `path`, and lets `place` move that to it.
+fn write_aside(
+    path: &Path,
+    content: &[u8],
+    mode: u32,
+    place: impl FnOnce(&Path) -> io::Result<()>,
+) -> io::Result<()> {
     let folder = parent(path)?;
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
     let temporary = folder.join(format!(".{name}.{}.tmp", std::process::id()));
-    let written = write_synced(&temporary, content, mode).and_then(|()| std::fs::rename(&temporary, path));
+    let written = write_synced(&temporary, content, mode).and_then(|()| place(&temporary));
     if written.is_err() {
         let _ = std::fs::remove_file(&temporary);
     }
@@ -118,6 +136,21 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_is_there_is_never_overwritten_by_a_creation() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        create(&at("new"), b"1", 0o600).unwrap();
+        std::os::unix::fs::symlink("nowhere", at("link")).unwrap();
+        std::os::unix::fs::symlink("loop", at("loop")).unwrap();
+        for name in ["new", "link", "loop"] {
+            let error = create(&at(name), b"2", 0o600).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AlreadyExists, "{name}");
+        }
+        assert_eq!(std::fs::read(at("new")).unwrap(), b"1");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "no temporary file is left");
     }
 
     #[test]

@@ -90,21 +90,28 @@ impl std::fmt::Debug for Authority {
 }
 
 impl Authority {
-    /// Reads the authority of `folder`, or makes one named `name` there.
+    /// Reads the authority of `folder`, or makes one named `name` there if it is clear that there is none. What
+    /// is there is never overwritten: everything trusts it.
     pub fn load_or_create(folder: &Path, name: &str) -> Result<Self, TlsError> {
         let on_files = |source| TlsError::Files { folder: folder.display().to_string(), source };
-        let (certificate_path, key_path) = (folder.join("ca.crt"), folder.join("ca.key"));
-        files::private_folder(folder).map_err(on_files)?;
-        if !certificate_path.exists() {
-            let (certificate, key) = new_authority(name)?;
-            // The key first: a certificate without its key would be found and be of no use.
-            files::replace(&key_path, key.as_bytes(), 0o600).map_err(on_files)?;
-            files::replace(&certificate_path, certificate.as_bytes(), 0o600).map_err(on_files)?;
-        }
-        let certificate = std::fs::read_to_string(&certificate_path).map_err(on_files)?;
-        let key = std::fs::read_to_string(&key_path).map_err(on_files)?;
         let make = |source| TlsError::Make { name: name.to_owned(), source };
+        files::private_folder(folder).map_err(on_files)?;
+        let (certificate_path, key_path) = (folder.join("ca.crt"), folder.join("ca.key"));
+        let (certificate, key) = (found(&certificate_path), found(&key_path));
+        let (certificate, key) = (certificate.map_err(on_files)?, key.map_err(on_files)?);
+        // The key comes first into the folder, so one alone is the begin of an authority, and is kept.
+        let key = match (key, &certificate) {
+            (Some(key), _) => key,
+            (None, None) => {
+                made(&key_path, &KeyPair::generate().map_err(make)?.serialize_pem()).map_err(on_files)?
+            }
+            (None, Some(_)) => return Err(on_files(key_is_lost())),
+        };
         let key = KeyPair::from_pem(&key).map_err(make)?;
+        let certificate = match certificate {
+            Some(certificate) => certificate,
+            None => made(&certificate_path, &authority_of(name, &key)?).map_err(on_files)?,
+        };
         let issuer = Issuer::from_ca_cert_pem(&certificate, key).map_err(make)?;
         Ok(Self { certificate, issuer })
     }
@@ -164,15 +171,39 @@ impl Subject {
     }
 }
 
-fn new_authority(name: &str) -> Result<(String, String), TlsError> {
-    let make = |source| TlsError::Make { name: name.to_owned(), source };
-    let key = KeyPair::generate().map_err(make)?;
+/// A file's text; `None` only where there clearly is no such file.
+fn found(path: &Path) -> io::Result<Option<String>> {
+    let read = match path.symlink_metadata() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => Err(error),
+        Ok(_) => std::fs::read_to_string(path),
+    };
+    read.map(Some).map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+}
+
+/// Creates a file; says what it has if somebody else was first.
+fn made(path: &Path, text: &str) -> io::Result<String> {
+    match files::create(path, text.as_bytes(), 0o600) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        done => done?,
+    }
+    found(path)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
+fn key_is_lost() -> io::Error {
+    let message = "ca.crt is there, its ca.key is not; put the key back, or remove ca.crt so that a new authority \
+                   is made (what trusts the old one must then be given the new one)";
+    io::Error::new(io::ErrorKind::NotFound, message)
+}
+
+/// The certificate of an authority that has this key.
+fn authority_of(name: &str, key: &KeyPair) -> Result<String, TlsError> {
     let mut params = CertificateParams::default();
     params.distinguished_name = distinguished(name, &[]);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    let certificate = params.self_signed(&key).map_err(make)?;
-    Ok((certificate.pem(), key.serialize_pem()))
+    let certificate = params.self_signed(key);
+    certificate.map(|made| made.pem()).map_err(|source| TlsError::Make { name: name.to_owned(), source })
 }
 
 fn distinguished(name: &str, groups: &[&str]) -> DistinguishedName {
@@ -266,6 +297,37 @@ mod tests {
         let client = second.issue_client("admin", &["system:masters"]).unwrap();
         server_config(&server, first.certificate()).unwrap();
         client_config(&client, first.certificate()).unwrap();
+    }
+
+    #[test]
+    fn an_authority_that_cannot_be_read_or_is_half_lost_is_never_made_anew_over_the_old_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let load = || Authority::load_or_create(folder.path(), "test-ca");
+        let first = load().unwrap().certificate().to_owned();
+        let [certificate, key] = ["ca.crt", "ca.key"].map(|name| folder.path().join(name));
+        let secret = std::fs::read(&key).unwrap();
+        for path in [&certificate, &key] {
+            let kept = std::fs::read(path).unwrap();
+            // What lies behind a loop, or a link to a disk that is not mounted, cannot be read.
+            for target in [path.clone(), folder.path().join("not-mounted")] {
+                std::fs::remove_file(path).unwrap();
+                std::os::unix::fs::symlink(target, path).unwrap();
+                let error = load().unwrap_err();
+                assert!(crate::failure::chain(&error).contains(&path.display().to_string()), "{error}");
+            }
+            std::fs::remove_file(path).unwrap();
+            std::fs::write(path, kept).unwrap();
+        }
+        assert_eq!(load().unwrap().certificate(), first);
+        std::fs::remove_file(&key).unwrap();
+        let said = crate::failure::chain(&load().unwrap_err());
+        assert!(said.contains("put the key back"), "{said}");
+        assert!(!key.exists());
+        // A key alone, as a crash leaves it, becomes the authority's.
+        std::fs::write(&key, &secret).unwrap();
+        std::fs::remove_file(&certificate).unwrap();
+        load().unwrap().issue_client("admin", &[]).unwrap();
+        assert_eq!(std::fs::read(&key).unwrap(), secret);
     }
 
     #[test]
