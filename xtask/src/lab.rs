@@ -122,7 +122,7 @@ impl Lab {
             }
         });
         self.up = Some(child);
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(180);
         loop {
             match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(line) if line.starts_with("ready") => return Ok(begun.elapsed()),
@@ -297,7 +297,7 @@ impl Lab {
     pub fn stop(&mut self) -> anyhow::Result<Vec<String>> {
         if let Some(mut child) = self.up.take() {
             host::quiet(Command::new("kill").args(["-TERM", &child.id().to_string()]))?;
-            let deadline = Instant::now() + Duration::from_secs(30);
+            let deadline = Instant::now() + Duration::from_secs(120);
             while child.try_wait()?.is_none() {
                 ensure!(Instant::now() < deadline, "cocoon up did not end; its log:\n{}", self.log_tail(20));
                 std::thread::sleep(Duration::from_millis(20));

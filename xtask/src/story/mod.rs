@@ -27,7 +27,8 @@ pub const FORKS: [&str; 2] = ["demo-1", "demo-2"];
 /// The pod whose image has no kernel.
 pub const PLAIN: &str = "plain-0";
 
-const WAIT: Duration = Duration::from_secs(60);
+/// Ends a story that hangs; none of its steps comes near it.
+pub(crate) const WAIT: Duration = Duration::from_secs(180);
 
 /// One row of the table.
 #[derive(Debug, Clone)]
@@ -167,7 +168,7 @@ impl Story<'_> {
     }
 
     fn delete(&self, pods: &[&str]) -> anyhow::Result<()> {
-        let mut arguments = vec!["delete", "pod", "--timeout=60s"];
+        let mut arguments = vec!["delete", "pod", "--timeout=180s"];
         arguments.extend(pods);
         self.lab.kubectl(&arguments).map(drop)
     }

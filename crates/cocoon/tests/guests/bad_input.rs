@@ -1,8 +1,8 @@
 //! Bad input gives one clear error that names object, reason and way out, and loses nothing.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crate::common::{create, has_event, lab, pod, wait_failed};
+use crate::common::{HANGS, create, has_event, lab, pod, wait_failed};
 use serde_json::json;
 use xtask::{lab::Lab, story};
 
@@ -14,9 +14,11 @@ fn refused(name: &str, vm: &str, annotations: serde_json::Value, reason: &str, s
     create(&lab, &pod(name, vm, annotations));
     let message = wait_failed(&lab, name);
     assert!(message.contains(says), "{message}");
-    assert!(has_event(&lab, name, reason), "no event {reason}; message: {message}");
+    // The pod and its events are written one after the other.
+    lab.wait(&format!("event {reason}"), HANGS, || Ok(has_event(&lab, name, reason).then_some(())))
+        .unwrap_or_else(|error| panic!("{error:#}; message: {message}"));
     assert!(lab.vms().expect("vm list").is_empty(), "something was half made");
-    lab.kubectl(&["delete", "pod", name, "--timeout=10s"]).expect("delete ends");
+    lab.kubectl(&["delete", "pod", name, "--timeout=120s"]).expect("delete ends");
 }
 
 #[test]
@@ -63,11 +65,11 @@ fn an_unmanaged_pod_cannot_be_hibernated() {
     );
     unmanaged["metadata"]["annotations"]["vm.cocoonstack.io/hibernate"] = "true".into();
     create(&lab, &unmanaged);
-    lab.wait("event HibernateUnsupported", Duration::from_secs(20), || {
+    lab.wait("event HibernateUnsupported", HANGS, || {
         Ok(has_event(&lab, A.0, "HibernateUnsupported").then_some(()))
     })
     .unwrap();
-    lab.kubectl(&["delete", "pod", A.0, "--timeout=10s"]).expect("delete ends");
+    lab.kubectl(&["delete", "pod", A.0, "--timeout=120s"]).expect("delete ends");
 }
 
 #[test]
@@ -87,11 +89,13 @@ fn a_failing_pod_costs_at_most_ten_writes_a_minute() {
             .max()
             .unwrap_or(0)
     };
-    let before = version();
+    let (before, begun) = (version(), Instant::now());
     std::thread::sleep(Duration::from_secs(30));
     let writes = version() - before;
+    // It may have been longer, on a machine that stood still meanwhile.
+    let seconds = begun.elapsed().as_secs();
     // The node's own lease and heartbeat are writes too: one in ten seconds and one a minute.
-    assert!(writes <= 5 + 4, "{writes} writes in 30 s");
+    assert!(writes <= seconds.div_ceil(6) + seconds.div_ceil(10) + 1, "{writes} writes in {seconds} s");
 }
 
 #[test]
@@ -156,7 +160,7 @@ fn from_inside_a_guest_every_host_port_but_dhcp_is_closed() {
     assert!(!gateway.is_empty());
     let listener = Listener::start(&lab, "7070");
     let connect = |port: &str| format!("timeout 3 nc -w 2 {gateway} {port} </dev/null; echo code $?");
-    lab.wait("the host's own port", Duration::from_secs(10), || {
+    lab.wait("the host's own port", HANGS, || {
         let said = lab.command("/bin/busybox".as_ref()).args(["sh", "-c", &connect("7070")]).output()?;
         Ok(String::from_utf8_lossy(&said.stdout).contains("code 0").then_some(()))
     })
@@ -174,7 +178,7 @@ fn from_inside_a_guest_every_host_port_but_dhcp_is_closed() {
         .kubectl(&["exec", A.0, "--", "sh", "-c", &format!("ping -c1 -W2 {gateway}; echo code $?")])
         .unwrap();
     assert!(!pinged.contains("code 0"), "the host answers a guest's ping: {pinged}");
-    lab.kubectl(&["delete", "pod", A.0, "--timeout=20s"]).expect("delete ends");
+    lab.kubectl(&["delete", "pod", A.0, "--timeout=120s"]).expect("delete ends");
 }
 
 /// Something on the host that answers on all its addresses.

@@ -8,6 +8,9 @@ use xtask::{
     lab::Lab,
 };
 
+/// Ends a test that hangs; nothing waits for it otherwise.
+pub(crate) const HANGS: Duration = Duration::from_secs(180);
+
 /// The parts, built once for a test binary.
 pub(crate) fn built() -> &'static Built {
     static BUILT: OnceLock<Built> = OnceLock::new();
@@ -55,7 +58,7 @@ pub(crate) fn create(lab: &Lab, object: &Value) {
 
 /// Waits until the pod satisfies `done`, and gives the pod.
 pub(crate) fn wait_pod(lab: &Lab, name: &str, what: &str, done: impl Fn(&Value) -> bool) -> Value {
-    lab.wait(what, Duration::from_secs(60), || Ok(lab.pod(name)?.filter(|pod| done(pod))))
+    lab.wait(what, HANGS, || Ok(lab.pod(name)?.filter(|pod| done(pod))))
         .unwrap_or_else(|error| panic!("{error:#}; pod: {:#?}", lab.pod(name)))
 }
 
