@@ -1,10 +1,12 @@
 //! `cocoon gc` and `cocoon version`.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context as _;
 use cocoon_engine::engine::MemoryRecipe;
 use cocoon_oci::layout::{self, OciLayout};
+
+use crate::registry;
 
 use super::{
     Build, Exit,
@@ -19,9 +21,10 @@ pub async fn gc(settings: &Settings) -> anyhow::Result<Exit> {
         Some(engine) => engine.gc().await?,
         None => Vec::new(),
     };
-    let registry = match registry_folder(settings, std::env::var("OCI_REGISTRY").ok().as_deref()) {
-        Some(folder) => collect(&folder).await.map(|went| removed.extend(went)),
-        None => Ok(()),
+    // A registry that is no folder collects its own garbage.
+    let registry = match registry::folder(std::env::var_os(registry::VARIABLE), &settings.root_dir) {
+        Ok(folder) => collect(&folder).await.map(|went| removed.extend(went)),
+        Err(_) => Ok(()),
     };
     // What the engine removed is said even if the registry folder fails.
     for what in &removed {
@@ -29,15 +32,6 @@ pub async fn gc(settings: &Settings) -> anyhow::Result<Exit> {
     }
     note(format_args!("gc: {} removed", removed.len()));
     registry.map(|()| Exit::SUCCESS)
-}
-
-/// The folder in which `cocoon up` with this data folder and environment keeps saved VMs; `None` for a registry
-/// that is no folder, which collects its own garbage.
-fn registry_folder(settings: &Settings, named: Option<&str>) -> Option<PathBuf> {
-    match named.filter(|named| !named.is_empty()) {
-        Some(named) => layout::path_of(named),
-        None => Some(settings.root_dir.join("registry")),
-    }
 }
 
 /// Removes blobs that no tag needs, as `cocoon up` does now and then. A folder that is no layout stays as it is.
@@ -79,7 +73,6 @@ fn version_text(build: Build) -> String {
 mod tests {
     use std::{
         fs::File,
-        path::Path,
         time::{Duration, SystemTime},
     };
 
@@ -89,24 +82,7 @@ mod tests {
         registry::Registry as _,
     };
 
-    use super::{
-        super::settings::{Flags, Settings},
-        collect, registry_folder,
-    };
-
-    #[test]
-    fn the_registry_folder_is_that_of_up() {
-        let flags = Flags { root_dir: Some("/root-dir".into()), ..Flags::default() };
-        let settings = Settings::resolve(flags, |_| None, "").unwrap();
-        for (named, folder) in [
-            (None, Some("/root-dir/registry")),
-            (Some(""), Some("/root-dir/registry")),
-            (Some("oci-layout:/saved"), Some("/saved")),
-            (Some("registry.example/vms"), None),
-        ] {
-            assert_eq!(registry_folder(&settings, named).as_deref(), folder.map(Path::new), "{named:?}");
-        }
-    }
+    use super::collect;
 
     #[tokio::test]
     async fn gc_says_what_went_from_the_registry_and_makes_none() {

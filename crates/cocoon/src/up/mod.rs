@@ -28,7 +28,7 @@ use cocoon_kit::{
 use cocoon_net::config::NetworkConfig;
 use cocoon_node::{Node, NodeConfig, ports::Ports};
 use cocoon_oci::{
-    layout::{self, GRACE, OciLayout},
+    layout::{GRACE, OciLayout},
     registry::Registry,
 };
 use cocoon_plane::plane::{Plane, PlaneConfig, User};
@@ -44,7 +44,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::settings::found;
+use crate::{cli::settings::found, registry};
 use credentials::{Credentials, KUBELET_CLIENT};
 use folder::DataFolder;
 
@@ -263,15 +263,8 @@ async fn serve_plane(tasks: &Tasks, plane: &Plane, listener: TcpListener, creden
     tasks.spawn("controllers", Kind::Vital, controllers).await;
 }
 
-/// `OCI_REGISTRY=oci-layout:PATH`, else the folder `registry` of the data folder.
 fn open_registry(folder: &DataFolder) -> anyhow::Result<OciLayout> {
-    let path = match std::env::var("OCI_REGISTRY") {
-        Ok(named) => match layout::path_of(&named) {
-            Some(path) => path,
-            None => bail!("OCI_REGISTRY={named}: this release knows oci-layout:PATH only"),
-        },
-        Err(_) => folder.join("registry"),
-    };
+    let path = registry::folder(std::env::var_os(registry::VARIABLE), folder.path())?;
     folder.expect_registry(&path)?;
     let layout =
         OciLayout::open(&path).with_context(|| format!("opening the registry folder {}", path.display()))?;
