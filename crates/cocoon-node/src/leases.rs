@@ -13,6 +13,7 @@ use crate::{
     owner::Context,
     ports::{PortError, PortResult, VmView},
     reason::Reason,
+    rounds::next_round,
 };
 
 /// Between two sweeps.
@@ -27,12 +28,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// Sweeps until `shutdown`. `before` lives only here: an agent that starts again watches for a while first.
 pub(crate) async fn sweep(context: &Arc<Context>, shutdown: CancellationToken) {
     let mut before = BTreeSet::new();
-    loop {
-        tokio::select! {
-            biased;
-            () = shutdown.cancelled() => return,
-            () = tokio::time::sleep(EVERY) => {}
-        }
+    while next_round(EVERY, &shutdown).await {
         before = match once(context, &before).await {
             Ok(remember) => remember,
             Err(error) => {
@@ -101,6 +97,7 @@ mod tests {
             stopped_in_order: false,
             started_at: None,
             starved: None,
+            lost_tap: None,
         }
     }
 

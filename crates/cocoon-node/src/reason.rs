@@ -101,6 +101,8 @@ pub enum Reason {
     RestartCooldown,
     /// It could not be started again.
     RestartFailed,
+    /// The host's end of a running VM's network card is gone.
+    TapLost,
     /// A paused guest could not be resumed.
     ResumeFailed,
     /// The VM belongs to an incarnation that is being finished first.

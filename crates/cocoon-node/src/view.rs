@@ -186,7 +186,12 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
     // A VM that starts again has its address still.
     let ip = o.reach.ip.filter(|_| probed);
     // Nobody reaches a guest whose network is off, whatever was probed before.
-    let ready = running && probed && o.answers() && o.silence.is_none() && o.starved.is_none();
+    let ready = running
+        && probed
+        && o.answers()
+        && o.silence.is_none()
+        && o.starved.is_none()
+        && o.tap_lost.is_none();
     let vm_id = record.vm_id.clone();
     let ip_text = ip.map_or_else(String::new, |ip| ip.to_string());
     let mut annotations = VmRuntime { vm_id: vm_id.clone(), ip: ip_text, vnc_port: 0 }.changes();
@@ -218,6 +223,10 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
             view.lifecycle = LifecycleState::Failed;
         }
     }
+    // Nothing but a person can help; who waits for a final word gets one.
+    if let Some(lost) = &o.tap_lost {
+        fail(&mut view, lost);
+    }
     if let Some(failure) = &o.failure {
         fail(&mut view, failure);
     }
@@ -225,8 +234,8 @@ fn up(o: &Observation, wish: &Wish, record: &OwnerRecord) -> View {
 }
 
 fn not_probed(o: &Observation, wish: &Wish, running: bool) -> Trouble {
-    if let Some(starved) = &o.starved {
-        return starved.clone();
+    if let Some(obstacle) = o.starved.as_ref().or(o.tap_lost.as_ref()) {
+        return obstacle.clone();
     }
     if let Some(silence) = &o.silence {
         return silence.trouble(&wish.vm_name);

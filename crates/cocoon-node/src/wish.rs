@@ -209,13 +209,11 @@ fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
         );
         return Some(Trouble::new(Reason::UnmanagedIncomplete, message));
     }
-    if let Some(nobody) = external(wish).is_none().then_some(&wish.ip) {
-        let message = format!(
-            "annotation {} is {nobody}, which is no address of a VM of its own (this host, one link, a group or \
-             nobody) and is not probed; set it to the address of the VM that the pod stands for",
-            keys::ANNOTATION_IP
-        );
-        return Some(Trouble::new(Reason::InvalidAnnotation, message));
+    if external(wish).is_none() {
+        return Some(not_a_vms(
+            wish,
+            "which is no address of a VM of its own (this host, one link, a group or nobody)",
+        ));
     }
     wish.hibernate.then(|| {
         let message = format!(
@@ -226,6 +224,21 @@ fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
         );
         Trouble::new(Reason::HibernateUnsupported, message)
     })
+}
+
+/// The address that an unmanaged pod names is one of this node itself.
+#[must_use]
+pub fn own_address(wish: &Wish) -> Trouble {
+    not_a_vms(wish, "an address of this node itself")
+}
+
+fn not_a_vms(wish: &Wish, what: &str) -> Trouble {
+    let message = format!(
+        "annotation {} is {}, {what}, and is not probed; set it to the address of the VM that the pod stands for",
+        keys::ANNOTATION_IP,
+        wish.ip
+    );
+    Trouble::new(Reason::InvalidAnnotation, message)
 }
 
 /// The address of the VM that an unmanaged pod stands for, which may be anywhere; `None`: the pod names none

@@ -139,6 +139,7 @@ fn living() -> Observation {
         stopped_in_order: false,
         started_at: None,
         starved: None,
+        lost_tap: None,
     };
     Observation {
         wish: Some(read(&[]).unwrap()),

@@ -70,6 +70,7 @@ impl Instant {
             stopped_in_order: false,
             started_at: None,
             starved: None,
+            lost_tap: None,
         };
         things.vms.insert(name.to_owned(), vm.clone());
         vm
@@ -213,5 +214,9 @@ impl Leases for Instant {
 impl Prober for Instant {
     async fn probe(&self, _ip: Ipv4Addr, _port: Option<u16>, _limit: Duration) -> Result<(), String> {
         Ok(())
+    }
+
+    fn is_own(&self, _ip: Ipv4Addr) -> bool {
+        false
     }
 }

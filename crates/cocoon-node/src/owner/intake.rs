@@ -61,7 +61,7 @@ impl Owner {
     }
 
     pub(super) fn take_wish(&mut self) {
-        let wish = self.head();
+        let wish = self.head().map(|wish| self.without_own_address(wish));
         let changed = match (&self.o.wish, &wish) {
             (Some(before), Some(now)) => asks_otherwise(before, now),
             (None, None) => false,
@@ -82,6 +82,17 @@ impl Owner {
         self.ending_since = ending.then(|| self.ending_since.unwrap_or_else(|| self.context.world.instant()));
         self.o.next_waits = self.pods.len() > 1;
         self.o.wish = wish;
+    }
+
+    /// What a pod's author writes must not make this host ask itself: at the bridge's address it would answer for a
+    /// service that is closed to every guest.
+    fn without_own_address(&self, mut wish: Wish) -> Wish {
+        let foreign = Some(&wish).filter(|wish| !wish.managed && wish.problem.is_none());
+        let named = foreign.and_then(wish::external);
+        if named.is_some_and(|ip| self.context.ports.prober.is_own(ip)) {
+            wish.problem = Some(wish::own_address(&wish));
+        }
+        wish
     }
 
     pub(super) fn start_over(&mut self, deleting: bool) {
@@ -121,6 +132,7 @@ impl Owner {
     /// each change; when it has, or the VM is another one, the tries and their delays start over.
     pub(super) fn tend_vm(&mut self) {
         self.note_starved();
+        self.note_tap();
         let Seen::Known(vm) = &self.o.vm else { return };
         self.o.last_phase = vm.as_ref().map(|vm| vm.phase);
         let deleting = self.o.wish.as_ref().is_none_or(|wish| wish.deleting || wish.gone);
@@ -158,6 +170,17 @@ impl Owner {
         }
     }
 
+    /// Notes whether the VM's tap was deleted under it, and says so once. Only another process has a new one.
+    fn note_tap(&mut self) {
+        let Seen::Known(vm) = &self.o.vm else { return };
+        let running = vm.as_ref().filter(|vm| vm.phase == VmPhase::Running);
+        let lost = running.and_then(|vm| Some(tap_lost(&vm.name, vm.lost_tap.as_deref()?)));
+        if let Some(lost) = lost.as_ref().filter(|lost| self.o.tap_lost.as_ref() != Some(*lost)) {
+            self.tell(Tone::Warning, lost);
+        }
+        self.o.tap_lost = lost;
+    }
+
     pub(super) fn take_cooling(&mut self) {
         let now = self.context.world.instant();
         let was = self.o.cooling;
@@ -171,4 +194,14 @@ impl Owner {
             known::forget_looks(&mut self.o);
         }
     }
+}
+
+fn tap_lost(vm: &str, tap: &str) -> Trouble {
+    let message = format!(
+        "tap {tap} of VM {vm} was deleted on this host while the VM runs, so its guest reaches nobody; a running \
+         hypervisor cannot be given another. Hibernate the pod (annotation {hibernate}=true) and wake it again (remove \
+         the annotation): it goes on where it was, with a new tap",
+        hibernate = cocoon_meta::keys::ANNOTATION_HIBERNATE
+    );
+    Trouble::new(Reason::TapLost, message)
 }

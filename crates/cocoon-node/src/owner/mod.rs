@@ -11,6 +11,8 @@ mod ahead;
 mod answering;
 #[cfg(test)]
 mod budget;
+#[cfg(test)]
+mod cut_off;
 pub mod directory;
 mod front;
 pub mod inbox;

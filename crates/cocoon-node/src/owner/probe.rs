@@ -124,8 +124,10 @@ async fn sample(context: &Context, target: &Target) -> (Option<Ipv4Addr>, Result
 }
 
 async fn address(context: &Context, target: &Target) -> Result<Option<Ipv4Addr>, String> {
-    if target.fixed.is_some() {
-        return Ok(target.fixed);
+    if let Some(ip) = target.fixed {
+        // Its pod is told why by the owner, which looks again when this is news.
+        let own = context.ports.prober.is_own(ip);
+        return if own { Err(format!("{ip} is an address of this node itself")) } else { Ok(Some(ip)) };
     }
     for mac in &target.macs {
         let found = context.ports.leases.lookup(mac).await.map_err(|error| error.trouble().message)?;

@@ -255,6 +255,13 @@ async fn poll(context: Arc<Context>, fake: Fake) {
     }
 }
 
+/// Reason and message of the pod's condition `Ready`; `None`: it is true.
+pub(crate) fn not_ready(stage: &Stage, uid: &str) -> Option<(String, String)> {
+    let conditions = stage.pod(uid)?.status?.conditions?;
+    let ready = conditions.into_iter().find(|condition| condition.type_ == "Ready")?;
+    (ready.status == "False").then(|| (ready.reason.unwrap_or_default(), ready.message.unwrap_or_default()))
+}
+
 /// A managed pod of the default namespace that boots an image.
 pub(crate) fn pod(name: &str, uid: &str, extra: &[(&str, &str)]) -> Pod {
     let mut annotations = json!({

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    stage::Stage,
+    stage::{Stage, not_ready},
     tests::{HIBERNATE, booted, gone},
 };
 use crate::{agent, reason::Reason};
@@ -14,13 +14,6 @@ const WHY: &str = "the guest of VM x stands still: the file system at /data is f
 
 fn starve(stage: &Stage, vm: &str, why: Option<&str>) {
     stage.fake.world().vms.get_mut(vm).unwrap().view.starved = why.map(str::to_owned);
-}
-
-/// Reason and message of the pod's condition `Ready`; `None`: it is true.
-fn not_ready(stage: &Stage, uid: &str) -> Option<(String, String)> {
-    let conditions = stage.pod(uid)?.status?.conditions?;
-    let ready = conditions.into_iter().find(|condition| condition.type_ == "Ready")?;
-    (ready.status == "False").then(|| (ready.reason.unwrap_or_default(), ready.message.unwrap_or_default()))
 }
 
 #[tokio::test(start_paused = true)]

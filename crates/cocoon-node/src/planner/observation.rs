@@ -230,6 +230,8 @@ pub struct Observation {
     pub last_phase: Option<VmPhase>,
     /// Its guest stands still because the host's disk is full, as far as is known.
     pub starved: Option<Trouble>,
+    /// Its tap was deleted under its running hypervisor, as far as is known.
+    pub tap_lost: Option<Trouble>,
     /// Local snapshot `<vm>`.
     pub saved: Seen<Option<SnapshotView>>,
     /// Local snapshot `<vm>-hibernate-import`.

@@ -78,6 +78,9 @@ pub(crate) struct World {
     /// Broken invariants.
     pub(crate) broken: Vec<String>,
     pub(crate) unreachable: bool,
+    /// Addresses of the host itself, and those that were probed.
+    pub(crate) own: BTreeSet<Ipv4Addr>,
+    pub(crate) probed: BTreeSet<Ipv4Addr>,
     /// A VM must not be removed while no copy holds what its guest did last.
     pub(crate) judged: bool,
     /// When the agent is killed, so is every hypervisor.
@@ -184,6 +187,7 @@ impl Fake {
             stopped_in_order: false,
             started_at: None,
             starved: None,
+            lost_tap: None,
         };
         world.vms.insert(name.to_owned(), Machine { view: view.clone(), state, frozen: false });
         Ok(view)
@@ -273,9 +277,9 @@ impl Vms for Fake {
             machine.view.links_down &= deaf;
             machine.view.clone()
         };
-            if machine.view.phase != VmPhase::Running {
-                machine.view.pid = pid;
-            }
+        if machine.view.phase != VmPhase::Running {
+            machine.view.pid = pid;
+        }
         self.done().await;
         Ok(started)
     }
@@ -518,7 +522,13 @@ impl Leases for Fake {
 impl Prober for Fake {
     async fn probe(&self, ip: Ipv4Addr, _port: Option<u16>, _limit: Duration) -> Result<(), String> {
         self.slowly("probe").await;
-        if self.world().unreachable { Err(format!("{ip} did not answer")) } else { Ok(()) }
+        let mut world = self.world();
+        world.probed.insert(ip);
+        if world.unreachable { Err(format!("{ip} did not answer")) } else { Ok(()) }
+    }
+
+    fn is_own(&self, ip: Ipv4Addr) -> bool {
+        self.world().own.contains(&ip)
     }
 }
 

@@ -102,6 +102,8 @@ pub struct VmView {
     pub started_at: Option<jiff::Timestamp>,
     /// Its guest stands still because the file system of its disk is full: the engine's sentence about that.
     pub starved: Option<String>,
+    /// It runs, and this tap of it was deleted under its hypervisor: its guest reaches nobody.
+    pub lost_tap: Option<String>,
 }
 
 /// What `run` needs.
@@ -327,6 +329,8 @@ pub trait Leases: Send + Sync + fmt::Debug {
 pub trait Prober: Send + Sync + fmt::Debug {
     /// TCP connect with a port, else an ICMP echo. The text says why not.
     async fn probe(&self, ip: Ipv4Addr, port: Option<u16>, limit: Duration) -> Result<(), String>;
+    /// Whether the address is this host's own now, so that no VM has it. Answers at once.
+    fn is_own(&self, ip: Ipv4Addr) -> bool;
 }
 
 /// Durable owner records.

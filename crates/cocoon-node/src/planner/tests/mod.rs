@@ -68,6 +68,7 @@ fn vm(phase: VmPhase) -> Seen<Option<VmView>> {
         stopped_in_order: false,
         started_at: None,
         starved: None,
+        lost_tap: None,
     }))
 }
 

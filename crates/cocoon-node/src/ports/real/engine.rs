@@ -11,7 +11,10 @@ use cocoon_engine::{
 use cocoon_kit::failure;
 
 use crate::{
-    ports::{CloneRequest, PortError, PortResult, RunRequest, SnapshotView, Snapshots, VmPhase, VmView, Vms},
+    ports::{
+        CloneRequest, PortError, PortResult, RunRequest, SnapshotView, Snapshots, VmPhase, VmView, Vms,
+        real::taps,
+    },
     reason::Reason,
 };
 
@@ -158,6 +161,8 @@ fn vm_view(vm: Vm) -> VmView {
     let stopped_in_order = vm.state == VmState::Stopped;
     // The last warning is the one about it.
     let starved = vm.disk_full.then(|| vm.warnings.last().cloned().unwrap_or_default());
+    let taps = vm.network_configs.iter().map(|nic| nic.tap.as_str());
+    let lost_tap = if vm.state == VmState::Running { taps::lost(vm.pid, taps) } else { None };
     VmView {
         id: vm.id,
         name: vm.config.name,
@@ -170,6 +175,7 @@ fn vm_view(vm: Vm) -> VmView {
         stopped_in_order,
         started_at: vm.started_at,
         starved,
+        lost_tap,
     }
 }
 

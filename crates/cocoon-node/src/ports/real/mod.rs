@@ -10,6 +10,7 @@ mod leases;
 mod prober;
 mod records;
 mod registry;
+mod taps;
 
 use std::{path::Path, sync::Arc};
 

@@ -34,6 +34,25 @@ impl Prober for NetProber {
             Err(_) => Err(format!("{what}: no answer within {} s", limit.as_secs())),
         }
     }
+
+    fn is_own(&self, ip: Ipv4Addr) -> bool {
+        is_own(ip)
+    }
+}
+
+/// Whether the kernel takes packets to this address in itself. Only to such an address can a socket be bound; where
+/// an administrator lifted that rule, only to such an address a packet goes from that address itself (an address
+/// beside the first one of its interface is not recognised then). Nothing is sent.
+fn is_own(ip: Ipv4Addr) -> bool {
+    const LIFTED: &str = "/proc/sys/net/ipv4/ip_nonlocal_bind";
+    let bound = std::net::UdpSocket::bind((ip, 0));
+    let lifted = || std::fs::read_to_string(LIFTED).is_ok_and(|value| value.trim() != "0");
+    bound.is_ok_and(|socket| {
+        !lifted()
+            || std::net::UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))
+                .and_then(|free| free.connect((ip, 9)).and_then(|()| free.local_addr()))
+                .is_ok_and(|from| Some(from.ip()) == socket.local_addr().ok().map(|bound| bound.ip()))
+    })
 }
 
 async fn connect(ip: Ipv4Addr, port: u16) -> io::Result<()> {
@@ -119,6 +138,14 @@ mod tests {
         drop(listener);
         let why = prober.probe(ip, Some(port), limit).await.unwrap_err();
         assert!(why.starts_with("TCP connect to 127.0.0.1:"), "{why}");
+    }
+
+    #[test]
+    fn an_address_of_this_host_is_its_own_and_one_that_nobody_has_is_not() {
+        let prober = NetProber::default();
+        for (ip, own) in [([127, 0, 0, 1], true), ([127, 9, 9, 9], true), ([192, 0, 2, 1], false)] {
+            assert_eq!(prober.is_own(ip.into()), own, "{ip:?}");
+        }
     }
 
     #[test]
