@@ -38,6 +38,7 @@ use crate::{
     ports::{PortError, PortResult, Ports, VmView},
     reason::{Reason, Trouble},
     record::OwnerRecord,
+    rounds::next_round,
     status::HostFacts,
 };
 
@@ -228,10 +229,8 @@ async fn poll(context: &Arc<Context>, health: &Health, shutdown: CancellationTok
             Err(_) => health
                 .note(Some(format!("the engine did not list its VMs within {} s", LIST_LIMIT.as_secs()))),
         }
-        tokio::select! {
-            biased;
-            () = shutdown.cancelled() => return,
-            () = tokio::time::sleep(context.config.poll) => {}
+        if !next_round(context.config.poll, &shutdown).await {
+            return;
         }
     }
 }
@@ -246,10 +245,8 @@ pub(crate) async fn upkeep(context: &Arc<Context>, shutdown: CancellationToken) 
             trouble.iter().for_each(|trouble| tracing::warn!(%trouble, "VMs are not kept up"));
             said = trouble;
         }
-        tokio::select! {
-            biased;
-            () = shutdown.cancelled() => return,
-            () = tokio::time::sleep(context.config.poll) => {}
+        if !next_round(context.config.poll, &shutdown).await {
+            return;
         }
     }
 }
