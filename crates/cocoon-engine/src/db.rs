@@ -16,6 +16,8 @@ use crate::error::Fault;
 
 /// The version of the data folder that this program reads and writes (`PRAGMA user_version`).
 pub const VERSION: i64 = 1;
+/// Space that is set aside for writes on a full disk.
+const LOG: u64 = 8 << 20;
 
 /// A handle on the database; clones share one connection.
 #[derive(Debug, Clone)]
@@ -44,6 +46,7 @@ impl Db {
                 return Err(Fault::new(step(), message));
             }
         }
+        cocoon_kit::files::reserve_log(path, LOG);
         Ok(Self { connection: Arc::new(Mutex::new(connection)) })
     }
 

@@ -180,6 +180,12 @@ impl Engine {
         self.take(vm, wish).await
     }
 
+    /// Bytes that a capture would hold at most: the memory that was ever touched, what a clone has of its base
+    /// included, and the disk. `None`: the VM does not run.
+    pub async fn capture_size(&self, vm: &str) -> Result<Option<u64>, LookupError> {
+        capture::size(&self.shared, vm).await
+    }
+
     async fn take(&self, vm: &str, wish: Wish) -> Result<Snapshot, ChangeError> {
         let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
         to_the_end(async move { capture::snapshot(&shared, &vm, wish).await }).await

@@ -1,6 +1,6 @@
 //! Snapshots of a running VM: stop, device state, memory, disk, and go on (or not).
 //!
-//! Entry points: [`snapshot`], [`let_go`]. The record says "paused" before the guest stops and until it
+//! Entry points: [`snapshot`], [`let_go`], [`size`]. The record says "paused" before the guest stops and until it
 //! goes on, so that a guest frozen by a crash is found and resumed. Invariants: whatever fails, the
 //! guest goes on (or stays paused, if it was and only a copy was asked for); nothing half made keeps a
 //! name; `captured_as` names a snapshot only while the guest has not run since it was taken.
@@ -20,7 +20,7 @@ use super::{Shared, blocking, clone::capabilities, connect, monitor, tend};
 use crate::{
     disk,
     engine::MemoryRecipe,
-    error::{ChangeError, Fault},
+    error::{ChangeError, Fault, LookupError},
     model::{Snapshot, VmState},
     paths::open_read,
     process::Process,
@@ -198,12 +198,31 @@ impl Job {
 
     fn count(&mut self) -> io::Result<()> {
         self.memory_bytes = self.ram.footprint()?;
-        self.disk_bytes = 0;
-        for path in &self.cow {
-            self.disk_bytes += std::fs::metadata(path)?.blocks() * 512;
-        }
+        self.disk_bytes = allocated(&self.cow)?;
         Ok(())
     }
+}
+
+/// Bytes that a disk's files really take.
+fn allocated(cow: &[PathBuf]) -> io::Result<u64> {
+    cow.iter().try_fold(0, |sum, path| Ok(sum + std::fs::metadata(path)?.blocks() * 512))
+}
+
+/// Bytes that a capture would hold at most; `None`: the VM does not run.
+pub(crate) async fn size(shared: &Shared, reference: &str) -> Result<Option<u64>, LookupError> {
+    let record = shared.records.find(reference).await?;
+    let Some(process) = shared.process_of(&record).filter(|_| record.vm.state == VmState::Running) else {
+        return Ok(None);
+    };
+    let (Some(machine), Some(RamRecord { file, .. })) = (record.machine, record.ram) else {
+        return Ok(None);
+    };
+    let (cow, memory) = (record.cow, machine.memory);
+    let counted = blocking("the size of a capture", move || {
+        let Some(ram) = Ram::find(process, file, memory)? else { return Ok(None) };
+        Ok::<_, io::Error>(Some(ram.footprint()? + allocated(&cow)?))
+    });
+    Ok(counted.await?)
 }
 
 /// A disk that filled up in spite of the check gets the same error as one that was full before.
