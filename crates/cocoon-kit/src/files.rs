@@ -1,8 +1,8 @@
 //! Durable files and locks.
 //!
 //! Entry points: [`replace`] (a reader sees the old or the new content, never a part, and after the
-//! call the new one survives a power cut) and [`Lock`] (one holder across processes, released by the
-//! kernel when the holder dies).
+//! call the new one survives a power cut), [`reserve`] (space for what must be writable on a full disk) and
+//! [`Lock`] (one holder across processes, released by the kernel when the holder dies).
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 
 /// Writes `content` to a temporary file beside `path`, syncs it, renames it over `path`, syncs the
 /// folder. `mode` is the file's permission bits.
@@ -53,6 +53,23 @@ fn write_synced(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
 
 fn parent(path: &Path) -> io::Result<&Path> {
     path.parent().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "a path without a folder"))
+}
+
+/// Sets space aside for the first `bytes` of a file that is there, so that it can be written that far when the
+/// disk is full. Its length stays. File systems that copy on write may need more all the same.
+pub fn reserve(path: &Path, bytes: u64) -> io::Result<()> {
+    let file = OpenOptions::new().write(true).open(path)?;
+    Ok(fallocate(&file, FallocateFlags::KEEP_SIZE, 0, bytes)?)
+}
+
+/// [`reserve`] for the write-ahead log of the open SQLite file at `path`, which grows to 4 MiB before it is used
+/// again from its begin. For as long as it is open; best effort.
+pub fn reserve_log(path: &Path, bytes: u64) {
+    let mut log = path.as_os_str().to_owned();
+    log.push("-wal");
+    if let Err(error) = reserve(Path::new(&log), bytes) {
+        tracing::debug!(path = %path.display(), %error, "no space is set aside for a full disk");
+    }
 }
 
 /// Makes renames and removals in `folder` survive a power cut.
@@ -151,6 +168,19 @@ mod tests {
         }
         assert_eq!(std::fs::read(at("new")).unwrap(), b"1");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3, "no temporary file is left");
+    }
+
+    #[test]
+    fn space_is_set_aside_without_a_change_to_the_file() {
+        use std::os::unix::fs::MetadataExt as _;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("db");
+        std::fs::write(folder.path().join("db-wal"), b"kept").unwrap();
+        reserve_log(&path, 1 << 20);
+        let facts = std::fs::metadata(folder.path().join("db-wal")).unwrap();
+        assert_eq!((facts.len(), facts.blocks() * 512 >= 1 << 20), (4, true));
+        assert!(!path.exists(), "the database itself is not touched: closing it would drop its locks");
+        assert!(reserve(&path, 1).is_err());
     }
 
     #[test]

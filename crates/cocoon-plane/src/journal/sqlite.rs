@@ -15,6 +15,8 @@ use crate::plane::OpenError;
 
 /// The format that this program reads and writes.
 const VERSION: i64 = 1;
+/// Space that is set aside for writes on a full disk: hours of them, since a log that cannot be written back grows.
+const LOG: u64 = 16 << 20;
 
 /// One transaction: a kill before its end leaves an empty file, which the next start fills.
 const SCHEMA: &str = "
@@ -54,6 +56,8 @@ impl SqliteJournal {
                 return Err(OpenError::Version { path: path.display().to_string(), found, ours: VERSION });
             }
         }
+        // Pods must be able to say that the disk is full.
+        cocoon_kit::files::reserve_log(path, LOG);
         Ok(Self { connection })
     }
 }
