@@ -150,8 +150,8 @@ fn living() -> Observation {
             ready: true,
             message: String::new(),
         },
-        ..Observation::default()
         vm: Seen::Known(Some(vm)),
+        ..Observation::default()
     }
 }
 

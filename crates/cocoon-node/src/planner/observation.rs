@@ -307,8 +307,6 @@ impl Observation {
         phase.is_none_or(|phase| phase == VmPhase::Running)
     }
 
-    /// The VM, if the engine has one for sure.
-    #[must_use]
     /// Whether a probe reached the process that the VM has now: what was true of a former one is no answer
     /// (I4). While the VM is asked for again, what was known of it stands.
     #[must_use]
@@ -317,6 +315,8 @@ impl Observation {
         same && self.reach.ready
     }
 
+    /// The VM, if the engine has one for sure.
+    #[must_use]
     pub fn vm_there(&self) -> Option<&VmView> {
         self.vm.known().and_then(Option::as_ref)
     }

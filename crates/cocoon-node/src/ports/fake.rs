@@ -273,13 +273,13 @@ impl Vms for Fake {
             world.made += 1;
             let (deaf, pid) = (world.deaf, 100 + u32::try_from(world.made).unwrap_or_default());
             let machine = world.vms.get_mut(vm).ok_or_else(|| PortError::new(Reason::VMGone, "no VM"))?;
+            if machine.view.phase != VmPhase::Running {
+                machine.view.pid = pid;
+            }
             (machine.view.phase, machine.frozen) = (VmPhase::Running, false);
             machine.view.links_down &= deaf;
             machine.view.clone()
         };
-        if machine.view.phase != VmPhase::Running {
-            machine.view.pid = pid;
-        }
         self.done().await;
         Ok(started)
     }
@@ -330,6 +330,7 @@ impl Vms for Fake {
         self.done().await;
         Ok(())
     }
+}
 
     async fn tend(&self) -> PortResult<()> {
         self.begin("tend", "")
