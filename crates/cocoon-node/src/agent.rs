@@ -240,7 +240,7 @@ async fn poll(context: &Arc<Context>, health: &Health, shutdown: CancellationTok
 pub(crate) async fn upkeep(context: &Arc<Context>, shutdown: CancellationToken) {
     let mut said = None;
     loop {
-        let trouble = context.ports.vms.tend().await.err().map(|error| error.trouble());
+        let trouble = context.ports.upkeep.tend().await.err().map(|error| error.trouble());
         if trouble != said {
             trouble.iter().for_each(|trouble| tracing::warn!(%trouble, "VMs are not kept up"));
             said = trouble;

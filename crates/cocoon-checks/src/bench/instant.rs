@@ -4,7 +4,7 @@
 //! Entry point: [`ports`]. Owner records are the real ones, in SQLite: they are the agent's own work.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::Ipv4Addr,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -15,8 +15,8 @@ use async_trait::async_trait;
 use cocoon_guest::host::Exec;
 use cocoon_node::{
     ports::{
-        CloneRequest, Guest, GuestSession, Images, Leases, PortError, PortResult, Ports, Prober, PushRequest,
-        Registry, RunRequest, SnapshotView, Snapshots, TagView, VmPhase, VmView, Vms,
+        Awaited, CloneRequest, Guest, GuestSession, Images, Leases, PortError, PortResult, Ports, Prober,
+        PushRequest, Registry, RunRequest, SnapshotView, Snapshots, TagView, Upkeep, VmPhase, VmView, Vms,
         real::{SqliteRecords, ThisHost},
     },
     reason::Reason,
@@ -27,6 +27,7 @@ pub(super) fn ports(folder: &Path) -> anyhow::Result<Ports> {
     let all = Arc::new(Instant::default());
     Ok(Ports {
         vms: Arc::clone(&all) as _,
+        upkeep: Arc::clone(&all) as _,
         snapshots: Arc::clone(&all) as _,
         images: Arc::clone(&all) as _,
         guest: Arc::clone(&all) as _,
@@ -124,6 +125,11 @@ impl Vms for Instant {
         Ok(())
     }
 
+    /// Nobody else is there who could let a guest go on.
+    async fn remove_captured(&self, vm: &str, _snapshot: &str) -> PortResult<()> {
+        Vms::remove(self, vm).await
+    }
+
     async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
         self.phase(vm, VmPhase::Paused)?;
         Ok(self.snapshot(name))
@@ -135,6 +141,21 @@ impl Vms for Instant {
 
     async fn resume(&self, vm: &str) -> PortResult<()> {
         self.phase(vm, VmPhase::Running).map(drop)
+    }
+}
+
+#[async_trait]
+impl Upkeep for Instant {
+    async fn tend(&self) -> PortResult<()> {
+        Ok(())
+    }
+
+    async fn capture_size(&self, _vm: &str) -> PortResult<Option<u64>> {
+        Ok(None)
+    }
+
+    async fn disk_used(&self) -> PortResult<u64> {
+        Ok(0)
     }
 }
 
@@ -154,6 +175,10 @@ impl Snapshots for Instant {
 impl Images for Instant {
     async fn ensure(&self, image: &str, _force: bool) -> PortResult<String> {
         Ok(image.to_owned())
+    }
+
+    async fn here(&self, _wanted: &BTreeSet<Awaited>) -> PortResult<BTreeSet<Awaited>> {
+        Ok(BTreeSet::new())
     }
 }
 
@@ -188,6 +213,14 @@ impl Registry for Instant {
         Ok(digest)
     }
 
+    async fn push_blobs(&self, _request: PushRequest) -> PortResult<u64> {
+        Ok(0)
+    }
+
+    fn throughput(&self) -> Option<u64> {
+        None
+    }
+
     async fn pull(&self, _repository: &str, _reference: &str, name: &str) -> PortResult<SnapshotView> {
         Ok(self.snapshot(name))
     }
@@ -203,6 +236,10 @@ impl Leases for Instant {
     async fn lookup(&self, mac: &str) -> PortResult<Option<Ipv4Addr>> {
         let last = mac.rsplit(':').next().and_then(|hex| u8::from_str_radix(hex, 16).ok());
         Ok(last.map(|last| Ipv4Addr::new(172, 31, 240, last)))
+    }
+
+    async fn held(&self) -> PortResult<Vec<String>> {
+        Ok(Vec::new())
     }
 
     async fn release(&self, _mac: &str) -> PortResult<()> {

@@ -32,7 +32,7 @@ use tokio_util::sync::CancellationToken;
 use self::object::Facts;
 use crate::{
     config::NodeConfig,
-    ports::{Host, Ports, Vms},
+    ports::{Host, Ports, Upkeep},
 };
 
 /// Between two looks at node and lease.
@@ -87,7 +87,7 @@ pub struct Registrar {
     leases: Api<Lease>,
     config: NodeConfig,
     host: Arc<dyn Host>,
-    vms: Arc<dyn Vms>,
+    upkeep: Arc<dyn Upkeep>,
     /// What the VMs' disks took when the engine last said so.
     used_by_vms: Arc<AtomicU64>,
     health: Arc<Health>,
@@ -114,9 +114,9 @@ impl Registrar {
     ) -> Self {
         let nodes = Api::all(client.clone());
         let leases = Api::namespaced(client, LEASES);
-        let (host, vms) = (Arc::clone(&ports.host), Arc::clone(&ports.vms));
+        let (host, upkeep) = (Arc::clone(&ports.host), Arc::clone(&ports.upkeep));
         let used_by_vms = Arc::default();
-        Self { nodes, leases, config, host, vms, used_by_vms, health, world, address }
+        Self { nodes, leases, config, host, upkeep, used_by_vms, health, world, address }
     }
 
     /// Until `shutdown`. The first look waits until the engine has answered, or failed to: a node that
@@ -192,7 +192,7 @@ impl Registrar {
 
     /// An engine that does not answer leaves it at what it said last: the node must not shrink by that.
     async fn used_by_vms(&self) -> u64 {
-        if let Ok(Ok(used)) = tokio::time::timeout(AGAIN, self.vms.disk_used()).await {
+        if let Ok(Ok(used)) = tokio::time::timeout(AGAIN, self.upkeep.disk_used()).await {
             self.used_by_vms.store(used, Ordering::Relaxed);
         }
         self.used_by_vms.load(Ordering::Relaxed)

@@ -240,7 +240,7 @@ async fn push_time(context: &Arc<Context>, vm: &str) -> Result<Found, Trouble> {
     let Some(rate) = context.ports.registry.as_ref().and_then(|registry| registry.throughput()) else {
         return Ok(Found::Time(None));
     };
-    let size = named(context.ports.vms.capture_size(vm).await, Reason::EngineUnavailable)?;
+    let size = named(context.ports.upkeep.capture_size(vm).await, Reason::EngineUnavailable)?;
     Ok(Found::Time(size.map(|size| Duration::from_secs(size / rate.max(1)))))
 }
 

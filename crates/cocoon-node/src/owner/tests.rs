@@ -607,3 +607,23 @@ async fn without_a_registry_a_kill_at_any_effect_loses_nothing_either() {
         }
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_somebody_let_go_on_after_its_capture_is_not_removed_but_captured_again() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.world().slow.insert("push".into(), Duration::from_secs(5));
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until("pushing", |stage| stage.fake.calls("push") == 1).await;
+    {
+        // By the engine's command line; the engine's list does not say so yet.
+        let mut world = stage.fake.world();
+        let machine = world.vms.get_mut(&vm).unwrap();
+        (machine.frozen, machine.state) = (false, machine.state + 7);
+    }
+    stage.until("refused", |stage| stage.told(Reason::HibernateRemoveFailed)).await;
+    assert!(stage.fake.world().vms.contains_key(&vm));
+    stage.until_lifecycle("u1", "hibernated").await;
+    assert!(stage.fake.world().tags[&format!("{vm}:hibernate")].state >= 7, "what it did since is in it (I3)");
+    stage.assert_sound();
+}

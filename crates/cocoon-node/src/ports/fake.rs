@@ -106,6 +106,7 @@ impl Fake {
         let all = Arc::new(self.clone());
         Ports {
             vms: Arc::clone(&all) as _,
+            upkeep: Arc::clone(&all) as _,
             snapshots: Arc::clone(&all) as _,
             images: Arc::clone(&all) as _,
             guest: Arc::clone(&all) as _,
@@ -300,6 +301,20 @@ impl Vms for Fake {
         Ok(())
     }
 
+    async fn remove_captured(&self, vm: &str, snapshot: &str) -> PortResult<()> {
+        let outrun = {
+            let world = self.world();
+            let held = world.snapshots.values().find(|held| held.id == snapshot).map(|held| held.state);
+            world.vms.get(vm).is_some_and(|machine| Some(machine.state) != held)
+        };
+        if outrun {
+            self.begin("remove", vm)?;
+            let message = format!("the guest of VM {vm} ran since its capture {snapshot}");
+            return Err(PortError::new(Reason::EngineUnavailable, message));
+        }
+        Vms::remove(self, vm).await
+    }
+
     async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView> {
         self.begin("capture", vm)?;
         self.slowly("capture").await;
@@ -332,6 +347,8 @@ impl Vms for Fake {
     }
 }
 
+#[async_trait]
+impl Upkeep for Fake {
     async fn tend(&self) -> PortResult<()> {
         self.begin("tend", "")
     }

@@ -1,7 +1,8 @@
 //! What the agent needs from the world, as narrow async traits with small values of its own.
 //!
 //! Entry point: [`Ports`]. `real` has the adapters, `fake` (tests) the in-memory ones.
-//! Invariants: "not there" is `None`, never an error, and only ever the authoritative answer (I5);
+//! No trait has default bodies: what an adapter leaves out must not compile (a removal that asks nothing, a size
+//! that is nothing). Invariants: "not there" is `None`, never an error, and only ever the authoritative answer (I5);
 //! [`Records::put`] returns after the row would survive a power cut.
 
 #[cfg(test)]
@@ -180,7 +181,7 @@ pub struct PushRequest {
     pub guard: Guard,
 }
 
-/// Virtual machines.
+/// The life of virtual machines.
 #[async_trait]
 pub trait Vms: Send + Sync + fmt::Debug {
     /// All of them, complete or an error.
@@ -195,33 +196,29 @@ pub trait Vms: Send + Sync + fmt::Debug {
     async fn start(&self, vm: &str) -> PortResult<VmView>;
     /// Removes it with all that belongs to it; not there is success.
     async fn remove(&self, vm: &str) -> PortResult<()>;
-    /// Like [`Vms::remove`], but only if the guest has not run since the capture that made `snapshot`:
-    /// somebody else (the engine's command line) may have let it go on. What cannot tell removes.
-    async fn remove_captured(&self, vm: &str, snapshot: &str) -> PortResult<()> {
-        let _ = snapshot;
-        self.remove(vm).await
-    }
+    /// Like [`Vms::remove`], but only if the guest has not run since the capture that made `snapshot`, else an
+    /// error: somebody else (the engine's command line) may have let it go on, and what it did since is nowhere
+    /// else (I3).
+    async fn remove_captured(&self, vm: &str, snapshot: &str) -> PortResult<()>;
     /// Saves `name` and leaves the guest paused.
     async fn capture(&self, vm: &str, name: &str) -> PortResult<SnapshotView>;
     /// Saves `name`; the guest goes on.
     async fn save(&self, vm: &str, name: &str) -> PortResult<SnapshotView>;
     /// Lets a paused guest go on.
     async fn resume(&self, vm: &str) -> PortResult<()>;
+}
+
+/// Care for all virtual machines at once, and figures about them; nothing of a VM's life depends on it.
+#[async_trait]
+pub trait Upkeep: Send + Sync + fmt::Debug {
     /// The upkeep of running VMs, about once a second: logs are cut, guests that stood still for want of space go
-    /// on. What has none does nothing.
-    async fn tend(&self) -> PortResult<()> {
-        Ok(())
-    }
+    /// on.
+    async fn tend(&self) -> PortResult<()>;
     /// Bytes that a capture of the VM would have, about: memory that its guest touched, and its writable disks.
-    /// `None`: not known.
-    async fn capture_size(&self, vm: &str) -> PortResult<Option<u64>> {
-        let _ = vm;
-        Ok(None)
-    }
-    /// Bytes of the data file system that the VMs' own writable disks take now. What cannot tell says none.
-    async fn disk_used(&self) -> PortResult<u64> {
-        Ok(0)
-    }
+    /// `None`: the VM does not run, or nobody can tell.
+    async fn capture_size(&self, vm: &str) -> PortResult<Option<u64>>;
+    /// Bytes of the data file system that the VMs' own writable disks take now.
+    async fn disk_used(&self) -> PortResult<u64>;
 }
 
 /// Local snapshots.
@@ -263,10 +260,7 @@ pub trait Images: Send + Sync + fmt::Debug {
     async fn ensure(&self, image: &str, force: bool) -> PortResult<String>;
     /// Which of these images and snapshots [`Images::ensure`] or a pull would find now. Asked every few seconds for
     /// all pods at once, so it must cost next to nothing; what cannot tell so cheaply knows of none.
-    async fn here(&self, wanted: &BTreeSet<Awaited>) -> PortResult<BTreeSet<Awaited>> {
-        let _ = wanted;
-        Ok(BTreeSet::new())
-    }
+    async fn here(&self, wanted: &BTreeSet<Awaited>) -> PortResult<BTreeSet<Awaited>>;
 }
 
 /// A command that runs in a guest.
@@ -296,15 +290,10 @@ pub trait Registry: Send + Sync + fmt::Debug {
     async fn push(&self, request: PushRequest) -> PortResult<String>;
     /// Pushes a local snapshot's blobs and nothing that names them; the request's tag is left alone. Returns
     /// the bytes sent. What cannot do so does nothing.
-    async fn push_blobs(&self, request: PushRequest) -> PortResult<u64> {
-        let _ = request;
-        Ok(0)
-    }
+    async fn push_blobs(&self, request: PushRequest) -> PortResult<u64>;
     /// Bytes of snapshots a second that the last measured push of this process got through; `None`: none was
     /// measured.
-    fn throughput(&self) -> Option<u64> {
-        None
-    }
+    fn throughput(&self) -> Option<u64>;
     /// Pulls a tag or digest as the local snapshot `name`.
     async fn pull(&self, repository: &str, reference: &str, name: &str) -> PortResult<SnapshotView>;
     /// Empties `tag` if it still holds `digest`; not there is success.
@@ -317,9 +306,7 @@ pub trait Leases: Send + Sync + fmt::Debug {
     /// The live address of a MAC.
     async fn lookup(&self, mac: &str) -> PortResult<Option<Ipv4Addr>>;
     /// The MACs that hold a lease now, complete or an error. What cannot tell has none.
-    async fn held(&self) -> PortResult<Vec<String>> {
-        Ok(Vec::new())
-    }
+    async fn held(&self) -> PortResult<Vec<String>>;
     /// Gives the lease back; none is success.
     async fn release(&self, mac: &str) -> PortResult<()>;
 }
@@ -387,6 +374,8 @@ pub trait Host: Send + Sync + fmt::Debug {
 pub struct Ports {
     /// Virtual machines.
     pub vms: Arc<dyn Vms>,
+    /// Care for them, and figures.
+    pub upkeep: Arc<dyn Upkeep>,
     /// Local snapshots.
     pub snapshots: Arc<dyn Snapshots>,
     /// Images.

@@ -12,8 +12,8 @@ use cocoon_kit::failure;
 
 use crate::{
     ports::{
-        CloneRequest, PortError, PortResult, RunRequest, SnapshotView, Snapshots, VmPhase, VmView, Vms,
-        real::taps,
+        CloneRequest, PortError, PortResult, RunRequest, SnapshotView, Snapshots, Upkeep, VmPhase, VmView,
+        Vms, real::taps,
     },
     reason::Reason,
 };
@@ -94,7 +94,10 @@ impl Vms for EnginePort {
     async fn resume(&self, vm: &str) -> PortResult<()> {
         self.engine.resume(vm).await.map_err(|error| change(format!("resuming VM {vm}"), error))
     }
+}
 
+#[async_trait]
+impl Upkeep for EnginePort {
     async fn tend(&self) -> PortResult<()> {
         let done = self.engine.tend().await;
         done.map(drop).map_err(|error| lookup("the upkeep of VMs", error.into()))

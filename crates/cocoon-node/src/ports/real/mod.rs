@@ -57,6 +57,7 @@ pub fn assemble(
     let artifacts = registry.clone().map(|registry| ArtifactRegistry::new(engine.clone(), registry));
     Ok(Ports {
         vms: Arc::clone(&machines) as _,
+        upkeep: Arc::clone(&machines) as _,
         snapshots: machines,
         images: Arc::new(ImageStore::new(engine.clone(), registry)),
         guest: Arc::new(GuestAgents::new(engine.clone())),
