@@ -109,6 +109,22 @@ pub enum ChangeError {
     /// The guest has run since the capture that its removal relies on.
     #[error("VM {0} has run since it was captured, so removing it would lose work; capture it again")]
     WentOn(String),
+    /// What would be saved could be loaded by no host.
+    #[error(
+        "VM {vm} cannot be saved: its QEMU {version} runs it as {theirs} instead of {ours}, and no host loads such a \
+         state; `cocoon vm stop {vm}` and `cocoon vm start {vm}` boot it as one that can be saved (what is only in \
+         its memory is lost)"
+    )]
+    Unloadable {
+        /// Which VM; its guest goes on.
+        vm: String,
+        /// Version of the QEMU under it.
+        version: String,
+        /// What the VM has.
+        theirs: String,
+        /// What that QEMU loads.
+        ours: String,
+    },
     /// The snapshot name is taken.
     #[error("snapshot {name:?} already exists, held by {holder}")]
     SnapshotExists {

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, clippy::unwrap_in_result, clippy::panic)]
 
+#[path = "guests/hypervisor.rs"]
+mod hypervisor;
 mod support;
 
 use std::{

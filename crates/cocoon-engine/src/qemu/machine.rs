@@ -132,6 +132,13 @@ impl Machine {
         }
     }
 
+    /// The same machine for a boot on another QEMU or host than it was made for: every device keeps its
+    /// place. A machine that is older than the QEMU under it could be saved, but loaded nowhere.
+    #[must_use]
+    pub(crate) fn booted_on(self, machine_type: &str, accelerator: Accelerator) -> Self {
+        Self { machine_type: machine_type.to_owned(), cpu_model: CPU_MODEL.to_owned(), accelerator, ..self }
+    }
+
     /// How many layers the machine has.
     #[must_use]
     pub(crate) fn layers(&self) -> usize {

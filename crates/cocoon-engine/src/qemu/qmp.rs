@@ -2,6 +2,7 @@
 //!
 //! Entry point: [`Qmp::connect`]. Everything is bounded: an answer has at most [`MAX_LINE`] bytes, a
 //! command at most [`COMMAND_LIMIT`]. QEMU talks to a hostile guest, so its answers are not trusted.
+//! Which QEMU it is, only the greeting says ([`Qmp::version`]): the host's may be another one by now.
 
 use std::{io, os::fd::BorrowedFd, path::Path, time::Duration};
 
@@ -48,6 +49,7 @@ pub(crate) enum QmpError {
 pub(crate) struct Qmp {
     stream: UnixStream,
     buffer: Vec<u8>,
+    version: Option<String>,
 }
 
 impl Qmp {
@@ -55,15 +57,19 @@ impl Qmp {
     pub(crate) async fn connect(socket: &Path, limit: Duration) -> Result<Self, QmpError> {
         let deadline = Instant::now() + limit;
         let opening = async {
-            let mut qmp = Self { stream: connect(socket).await?, buffer: Vec::new() };
+            let mut qmp = Self { stream: connect(socket).await?, buffer: Vec::new(), version: None };
             let greeting = qmp.line("greeting").await?;
-            if greeting.get("QMP").is_none() {
-                return Err(QmpError::Protocol("greeting".into()));
-            }
+            let greeting = greeting.get("QMP").ok_or_else(|| QmpError::Protocol("greeting".into()))?;
+            qmp.version = version(greeting);
             qmp.execute("qmp_capabilities", json!({})).await?;
             Ok(qmp)
         };
         timeout_at(deadline, opening).await.unwrap_or_else(|_| Err(QmpError::Silent("greeting".into())))
+    }
+
+    /// The version of this very QEMU, such as `7.2.22`.
+    pub(crate) fn version(&self) -> Result<&str, QmpError> {
+        self.version.as_deref().ok_or_else(|| QmpError::Protocol("greeting (its version)".into()))
     }
 
     /// Sends one command and waits for its answer; events in between are dropped.
@@ -172,6 +178,13 @@ impl Qmp {
     }
 }
 
+/// `major.minor.micro` of a greeting.
+fn version(greeting: &Value) -> Option<String> {
+    let numbers = greeting.get("version")?.get("qemu")?;
+    let number = |name: &str| numbers.get(name).and_then(Value::as_u64);
+    Some(format!("{}.{}.{}", number("major")?, number("minor")?, number("micro")?))
+}
+
 fn request(command: &str, arguments: &Value) -> Vec<u8> {
     let mut line = json!({ "execute": command, "arguments": arguments }).to_string().into_bytes();
     line.push(b'\n');
@@ -220,6 +233,28 @@ mod tests {
     async fn events_are_dropped_and_answers_are_found_behind_them() {
         let line = "{\"event\": \"STOP\"}\n{\"event\": \"RESUME\"}\n{\"return\": {\"status\": \"running\"}}";
         assert_eq!(answer_to(line).await.unwrap()["status"], "running");
+    }
+
+    #[tokio::test]
+    async fn the_greeting_says_which_qemu_this_is_and_one_that_does_not_can_still_be_told_what_to_do() {
+        let qemu =
+            |numbers: &str| format!(r#"{{"QMP": {{"version": {{"qemu": {numbers}, "package": "x"}}}}}}"#);
+        for (greeting, version) in [
+            (qemu(r#"{"micro": 22, "minor": 2, "major": 7}"#), Some("7.2.22")),
+            (qemu(r#"{"micro": 0, "minor": 0, "major": 10}"#), Some("10.0.0")),
+            (qemu(r#"{"minor": 2, "major": 7}"#), None),
+            (qemu(r#"{"micro": "22; x", "minor": 2, "major": 7}"#), None),
+            (qemu(r#"{"micro": -1, "minor": 2, "major": 7}"#), None),
+            (qemu("7"), None),
+            (GREETING.to_owned(), None),
+        ] {
+            let answers =
+                [greeting.clone(), r#"{"return": {}}"#.into(), r#"{"return": {"status": "paused"}}"#.into()];
+            let (_folder, path) = monitor(answers.to_vec()).await;
+            let mut qmp = Qmp::connect(&path, HANGS).await.unwrap();
+            assert_eq!(qmp.version().ok(), version, "{greeting}");
+            assert_eq!(qmp.status().await.unwrap(), "paused");
+        }
     }
 
     #[tokio::test]

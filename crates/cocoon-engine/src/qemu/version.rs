@@ -1,8 +1,9 @@
 //! What this host's QEMU is and how it executes guests, found once and remembered.
 //!
-//! Entry point: [`facts`]. `/dev/kvm` may open and still run nothing, so KVM counts only after a boot
+//! Entry point: [`Known::facts`]. What a VM runs on may be another QEMU, which only its own monitor tells:
+//! packages are upgraded under running guests. `/dev/kvm` may open and still run nothing, so KVM counts only after a boot
 //! sector ran on it within [`PROBE_LIMIT`], confined as guests are. The verdict is kept in the records,
-//! per QEMU binary, kernel and rights on the device.
+//! per QEMU binary, kernel and rights on the device, and found anew when one of these is another.
 
 use std::{
     io::Write as _,
@@ -14,6 +15,7 @@ use std::{
 
 use rusqlite::{OptionalExtension as _, params};
 use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
 
 use super::{
     limit::Stop,
@@ -50,26 +52,34 @@ pub(crate) struct Facts {
 }
 
 impl Facts {
-    /// `major.minor`.
-    #[must_use]
-    pub(crate) fn release(&self) -> &str {
-        release(&self.version)
-    }
-
     /// The versioned machine type that fresh VMs get.
     #[must_use]
     pub(crate) fn machine_type(&self) -> String {
-        format!("pc-q35-{}", self.release())
+        machine_type(&self.version)
     }
 
     /// Whether this release was tested with private memory.
     #[must_use]
     pub(crate) fn private_memory_tested(&self) -> bool {
-        TESTED_FOR_PRIVATE_MEMORY.contains(&self.release())
+        private_memory_tested(&self.version)
     }
 }
 
-fn release(version: &str) -> &str {
+/// The newest machine type of a QEMU of this version.
+#[must_use]
+pub(crate) fn machine_type(version: &str) -> String {
+    format!("pc-q35-{}", release(version))
+}
+
+/// Whether a QEMU of this version was tested with private memory.
+#[must_use]
+pub(crate) fn private_memory_tested(version: &str) -> bool {
+    TESTED_FOR_PRIVATE_MEMORY.contains(&release(version))
+}
+
+/// `major.minor` of a version.
+#[must_use]
+pub(crate) fn release(version: &str) -> &str {
     let end = version.match_indices('.').nth(1).map_or(version.len(), |(at, _)| at);
     version.get(..end).unwrap_or(version)
 }
@@ -84,39 +94,78 @@ pub(crate) async fn migrate(db: &Db) -> Result<(), Fault> {
     .await
 }
 
-/// Facts about `qemu` on this host, from the records or found now.
-pub(crate) async fn facts(db: &Db, qemu: &Path) -> Result<Facts, BringUpError> {
-    let key = cache_key(qemu)?;
-    let wanted = key.clone();
-    let kept: Option<String> = db
+/// What this process knows of the host's QEMU, and of which QEMU it knows that.
+#[derive(Debug, Default)]
+pub(crate) struct Known(Mutex<Option<(String, Facts)>>);
+
+impl Known {
+    /// Facts about `qemu` on this host: known, from the records, or found now. They are asked for anew when
+    /// the program is another one than it was.
+    pub(crate) async fn facts(&self, db: &Db, qemu: &Path) -> Result<Facts, BringUpError> {
+        self.facts_by(db, qemu, find).await
+    }
+
+    async fn facts_by(&self, db: &Db, qemu: &Path, find: Finder) -> Result<Facts, BringUpError> {
+        let key = cache_key(qemu)?;
+        // Held meanwhile: nobody else has to look at the same time.
+        let mut known = self.0.lock().await;
+        if let Some((of, facts)) = known.as_ref()
+            && *of == key
+        {
+            return Ok(facts.clone());
+        }
+        if let Some(facts) = kept(db, &key).await? {
+            *known = Some((key, facts.clone()));
+            return Ok(facts);
+        }
+        let path = qemu.to_owned();
+        let found = tokio::task::spawn_blocking(move || find(&path))
+            .await
+            .map_err(|error| Fault::new("looking at QEMU", error))??;
+        // Replaced while it was looked at: good for this once, and nobody knows of which it is true.
+        if cache_key(qemu)? == key {
+            keep(db, &key, &found).await?;
+            *known = Some((key, found.clone()));
+        }
+        Ok(found)
+    }
+}
+
+/// Looks at a QEMU. Blocks.
+type Finder = fn(&Path) -> Result<Facts, BringUpError>;
+
+async fn kept(db: &Db, key: &str) -> Result<Option<Facts>, Fault> {
+    let wanted = key.to_owned();
+    let text: Option<String> = db
         .call("engine records: host facts", move |connection| {
             let sql = "SELECT value FROM host_facts WHERE key = ?1";
             connection.query_row(sql, params![wanted], |row| row.get(0)).optional()
         })
         .await?;
-    if let Some(facts) = kept.and_then(|text| serde_json::from_str(&text).ok()) {
-        return Ok(facts);
-    }
-    let path = qemu.to_owned();
-    let found = tokio::task::spawn_blocking(move || find(&path))
-        .await
-        .map_err(|error| Fault::new("looking at QEMU", error))??;
-    let text = serde_json::to_string(&found).map_err(|error| Fault::new("host facts", error))?;
+    Ok(text.and_then(|text| serde_json::from_str(&text).ok()))
+}
+
+async fn keep(db: &Db, key: &str, facts: &Facts) -> Result<(), Fault> {
+    let text = serde_json::to_string(facts).map_err(|error| Fault::new("host facts", error))?;
+    let key = key.to_owned();
     db.call("engine records: host facts", move |connection| {
         connection.execute("INSERT OR REPLACE INTO host_facts VALUES (?1, ?2)", params![key, text])
     })
-    .await?;
-    Ok(found)
+    .await
+    .map(drop)
 }
 
+/// Which program, kernel and device; what is known of one says nothing about another.
 fn cache_key(qemu: &Path) -> Result<String, BringUpError> {
     let meta = std::fs::metadata(qemu).map_err(|_| missing(qemu))?;
     let kernel = rustix::system::uname();
     Ok(format!(
-        "{}:{}:{}:{}:kvm={}",
+        "{}:{}:{}:{}.{:09}:{}:kvm={}",
         qemu.display(),
+        meta.ino(),
         meta.len(),
         meta.mtime(),
+        meta.mtime_nsec(),
         kernel.release().to_string_lossy(),
         std::fs::metadata(KVM)
             .map_or_else(|_| "none".to_owned(), |kvm| format!("{}:{:o}", kvm.gid(), kvm.mode()))
@@ -146,7 +195,7 @@ fn find(qemu: &Path) -> Result<Facts, BringUpError> {
         ask_version(qemu).map_err(|error| Fault::new(format!("{} --version", qemu.display()), error))?;
     let version = parse_version(&said)
         .ok_or_else(|| Fault::new(format!("{} --version", qemu.display()), "no version in its answer"))?;
-    let machine = format!("pc-q35-{}", release(&version));
+    let machine = machine_type(&version);
     let kvm = Path::new(KVM).exists() && kvm_boots(qemu, &machine);
     let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
     tracing::info!(qemu = %version, accelerator = accelerator.name(), "looked at this host's QEMU");
@@ -208,6 +257,8 @@ fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
 
     #[test]
@@ -223,6 +274,39 @@ mod tests {
         }
         assert_eq!(release("10.0.2"), "10.0");
         assert_eq!(release("9.1"), "9.1");
+    }
+
+    /// How often [`read_version`] looked; one test uses it.
+    static LOOKED: AtomicU32 = AtomicU32::new(0);
+
+    /// Takes a program's text for its version.
+    fn read_version(qemu: &Path) -> Result<Facts, BringUpError> {
+        LOOKED.fetch_add(1, Ordering::Relaxed);
+        let version = std::fs::read_to_string(qemu).map_err(|error| Fault::new("reading", error))?;
+        Ok(Facts { version, accelerator: Accelerator::Tcg })
+    }
+
+    #[tokio::test]
+    async fn another_program_is_looked_at_again_and_the_same_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let db = Db::open(&folder.path().join("engine.db")).unwrap();
+        migrate(&db).await.unwrap();
+        let (qemu, new) = (folder.path().join("qemu"), folder.path().join("new"));
+        let known = Known::default();
+        for (version, looks) in [("7.2.22", 1), ("7.2.22", 1), ("8.2.0", 2), ("8.2.0", 2)] {
+            if std::fs::read_to_string(&qemu).ok().as_deref() != Some(version) {
+                // As packages do it.
+                std::fs::write(&new, version).unwrap();
+                std::fs::rename(&new, &qemu).unwrap();
+            }
+            assert_eq!(known.facts_by(&db, &qemu, read_version).await.unwrap().version, version);
+            assert_eq!(LOOKED.load(Ordering::Relaxed), looks, "{version}");
+        }
+        let next = Known::default().facts_by(&db, &qemu, read_version).await.unwrap();
+        assert_eq!((next.version.as_str(), LOOKED.load(Ordering::Relaxed)), ("8.2.0", 2), "the records know");
+        std::fs::remove_file(&qemu).unwrap();
+        let gone = known.facts_by(&db, &qemu, read_version).await.unwrap_err();
+        assert!(matches!(gone, BringUpError::HostMissing { .. }), "{gone}");
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub(crate) enum MemoryMode {
 pub(crate) struct Description {
     /// [`FORMAT`].
     pub(crate) format: u32,
-    /// Version of the QEMU that wrote the state.
+    /// Version of the QEMU that wrote the state, as its own monitor says it.
     pub(crate) qemu_version: String,
     /// The machine.
     pub(crate) machine: Machine,
@@ -105,6 +105,12 @@ impl Description {
             return Err(DescriptionError::Refused("layers and disks differ in number"));
         }
         Ok(this)
+    }
+
+    /// Whether any host at all loads a state of this description: one with the very QEMU that wrote it.
+    pub(crate) fn is_loadable(&self) -> Result<(), Mismatch> {
+        let writer = Facts { version: self.qemu_version.clone(), accelerator: self.machine.accelerator };
+        self.check(&writer)
     }
 
     /// Whether a state of this description loads on this host: format, QEMU release, machine type,
@@ -210,6 +216,22 @@ mod tests {
             Ok(()),
             "a bug-fix release fits"
         );
+    }
+
+    #[test]
+    fn a_state_is_loadable_where_its_writer_is_unless_the_machine_is_of_another_release() {
+        for (version, machine_type, loadable) in [
+            ("7.2.22", "pc-q35-7.2", true),
+            ("8.2.0", "pc-q35-8.2", true),
+            ("10.0.2", "pc-q35-10.0", true),
+            ("8.2.0", "pc-q35-7.2", false),
+            ("7.2.22", "pc-q35-7.1", false),
+        ] {
+            let mut description = sample();
+            description.qemu_version = version.into();
+            description.machine.machine_type = machine_type.into();
+            assert_eq!(description.is_loadable().is_ok(), loadable, "{machine_type} on {version}");
+        }
     }
 
     proptest! {

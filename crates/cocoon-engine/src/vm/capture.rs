@@ -1,7 +1,8 @@
 //! Snapshots of a running VM: stop, device state, memory, disk, and go on (or not).
 //!
 //! Entry points: [`snapshot`], [`let_go`], [`size`]. The record says "paused" before the guest stops and until it
-//! goes on, so that a guest frozen by a crash is found and resumed. Invariants: whatever fails, the
+//! goes on, so that a guest frozen by a crash is found and resumed. Invariants: a state carries the version of
+//! the QEMU that wrote it, whatever the host's is by then; whatever fails, the
 //! guest goes on (or stays paused, if it was and only a copy was asked for); nothing half made keeps a
 //! name; `captured_as` names a snapshot only while the guest has not run since it was taken.
 
@@ -28,7 +29,7 @@ use crate::{
         limit::{Stop, limit, limited},
         memory::{Ram, copy_sparse_until},
         qmp::{Qmp, QmpError},
-        version::Facts,
+        version::{Facts, private_memory_tested},
     },
     records::{RamRecord, Record},
     snapshot::{
@@ -79,13 +80,15 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
         _ => return Err(ChangeError::NotRunning(name)),
     };
     let facts = shared.facts().await.map_err(|error| Fault::new(format!("VM {name}"), error))?;
-    let mut job = Job::new(shared, &record, process, facts, &wish).await?;
+    let mut qmp = connect(&shared.run_folder(&record.vm.id), &name).await?;
+    let version = qmp.version().map_err(|error| monitor(&name, "monitor", error))?.to_owned();
+    let mut job = Job::new(shared, &record, process, version, &wish).await?;
+    worth_taking(&name, &wish.name, &job.description, &facts)?;
     let job = blocking("free space of the snapshot store", move || {
         let enough = job.room();
         Ok::<_, io::Error>(enough.map(|()| job))
     })
     .await??;
-    let mut qmp = connect(&shared.run_folder(&record.vm.id), &name).await?;
     let was_paused = std::mem::replace(&mut record.vm.paused, true);
     record.captured_as = None;
     shared.save(&mut record).await?;
@@ -99,6 +102,36 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
         tracing::warn!(vm = %name, %error, "the guest could not be resumed after a failed snapshot");
     }
     taken
+}
+
+/// Refuses, before the guest stops, a state that no host could load.
+///
+/// One that only this host cannot load, because its QEMU was upgraded under the guest, is taken all the same, with
+/// the version that tells where it wakes. A refusal would protect nothing: the guest's memory would go with
+/// the host's next reboot, a delete that has to save would wait for ever, and other nodes still have that QEMU.
+/// Nothing is lost by a true label: a wake compares it before it starts or replaces anything, names both
+/// sides, and the snapshot stays.
+fn worth_taking(
+    vm: &str,
+    snapshot: &str,
+    description: &Description,
+    facts: &Facts,
+) -> Result<(), ChangeError> {
+    description.is_loadable().map_err(|mismatch| ChangeError::Unloadable {
+        vm: vm.to_owned(),
+        version: description.qemu_version.clone(),
+        theirs: mismatch.theirs,
+        ours: mismatch.ours,
+    })?;
+    if let Err(mismatch) = description.check(facts) {
+        tracing::warn!(
+            vm, snapshot, running = %description.qemu_version, installed = %facts.version,
+            "the VM has {}, this host has {} by now: the snapshot wakes where the former is; install that again to \
+             wake it here",
+            mismatch.theirs, mismatch.ours
+        );
+    }
+    Ok(())
 }
 
 /// After a failure: the guest goes on, or stands still if that is how a copy found it.
@@ -144,7 +177,7 @@ impl Job {
         shared: &Shared,
         record: &Record,
         process: Process,
-        facts: &Facts,
+        version: String,
         wish: &Wish,
     ) -> Result<Self, Fault> {
         let step = || format!("snapshot {} of VM {}", wish.name, record.vm.config.name);
@@ -155,7 +188,7 @@ impl Job {
         let memory = machine.memory;
         let ram = blocking(&step(), move || Ram::find(process, file, memory)).await?;
         let ram = ram.ok_or_else(|| Fault::new(step(), "QEMU's memory mapping is not as recorded"))?;
-        let ranges = shared.config.memory == MemoryRecipe::Auto && facts.private_memory_tested();
+        let ranges = shared.config.memory == MemoryRecipe::Auto && private_memory_tested(&version);
         let id = shared.world.engine_id();
         Ok(Self {
             stage: shared.snapshots.stage(&id)?,
@@ -166,7 +199,7 @@ impl Job {
             ram,
             description: Description {
                 format: FORMAT,
-                qemu_version: facts.version.clone(),
+                qemu_version: version,
                 machine,
                 memory_mode: if ranges { MemoryMode::Ranges } else { MemoryMode::Stream },
                 boot,

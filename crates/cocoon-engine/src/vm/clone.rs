@@ -33,7 +33,7 @@ use crate::{
         launch::{Launched, RamSource, ram_file},
         memory::{Ram, copy_sparse},
         qmp::{Qmp, QmpError},
-        version::Facts,
+        version::{Facts, machine_type},
     },
     records::Record,
     snapshot::{
@@ -57,7 +57,7 @@ pub(crate) async fn clone_vm(shared: &Arc<Shared>, spec: CloneSpec) -> Result<Vm
     let facts = shared.facts().await?;
     let snapshot = shared.snapshots.find(&spec.snapshot).await?;
     let description = described(&snapshot).await?;
-    description.check(facts).map_err(|mismatch| BringUpError::SnapshotIncompatible {
+    description.check(&facts).map_err(|mismatch| BringUpError::SnapshotIncompatible {
         snapshot: snapshot.envelope.name.clone(),
         theirs: mismatch.theirs,
         ours: mismatch.ours,
@@ -84,7 +84,7 @@ pub(crate) async fn clone_vm(shared: &Arc<Shared>, spec: CloneSpec) -> Result<Vm
     let source = Source {
         snapshot: &snapshot,
         description: &description,
-        private: private(shared, facts, &description),
+        private: private(shared, &facts, &description),
     };
     let done = woken(shared, half.record().clone(), &source, spec.identity).await;
     half.end(done).await
@@ -237,7 +237,16 @@ async fn greeted(
     launched: Launched,
 ) -> Result<Qmp, Fault> {
     let (name, log) = (&record.vm.config.name, shared.log_folder(&record.vm.id));
-    while_alive(launched.process, &log, name, super::connect(run, name)).await?
+    let qmp = while_alive(launched.process, &log, name, super::connect(run, name)).await??;
+    let version = qmp.version().map_err(|error| monitor(name, "monitor", error))?;
+    // The host's QEMU may have been replaced since the state was compared with it.
+    match &record.machine {
+        Some(machine) if machine.machine_type != machine_type(version) => Err(Fault::new(
+            format!("starting VM {name} as machine {}", machine.machine_type),
+            format!("QEMU {version} came up: it was replaced meanwhile; try again"),
+        )),
+        _ => Ok(qmp),
+    }
 }
 
 async fn memory(record: &Record, source: &Source<'_>, private: bool) -> Result<RamSource, Fault> {

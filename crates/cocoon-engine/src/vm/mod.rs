@@ -23,7 +23,6 @@ use std::{
 };
 
 use cocoon_kit::{files::Lock, world::World};
-use tokio::sync::OnceCell;
 
 use crate::{
     db::Db,
@@ -66,7 +65,7 @@ pub(crate) struct Shared {
     pub(crate) images: image::Store,
     /// What guests were last seen doing.
     pub(crate) watch: tend::Watch,
-    facts: OnceCell<Facts>,
+    facts: version::Known,
 }
 
 impl Shared {
@@ -86,19 +85,19 @@ impl Shared {
             world,
             db,
             watch: tend::Watch::default(),
-            facts: OnceCell::new(),
+            facts: version::Known::default(),
         })
     }
 
-    /// What this host's QEMU is.
-    pub(crate) async fn facts(&self) -> Result<&Facts, BringUpError> {
+    /// What this host's QEMU is now. A VM that runs may run on another one.
+    pub(crate) async fn facts(&self) -> Result<Facts, BringUpError> {
         if !rustix::process::geteuid().is_root() {
             return Err(BringUpError::HostMissing {
                 what: "root (for taps and for running QEMU as a user of its own)".into(),
                 remedy: "run this command as root, for example with `sudo`".into(),
             });
         }
-        self.facts.get_or_try_init(|| version::facts(&self.db, &self.config.qemu)).await
+        self.facts.facts(&self.db, &self.config.qemu).await
     }
 
     /// The run folder of a VM.

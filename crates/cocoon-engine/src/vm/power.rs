@@ -35,7 +35,9 @@ pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringU
     if shared.process_of(&record).is_some() {
         return go_on(shared, record).await;
     }
-    shared.facts().await?;
+    let facts = shared.facts().await?;
+    record.machine =
+        record.machine.map(|machine| machine.booted_on(&facts.machine_type(), facts.accelerator));
     tear_down::kill(shared, &record.vm.id, record.process).await?;
     tear_down::unlink(shared, &record.vm.id).await?;
     record.links_down = false;

@@ -1,0 +1,104 @@
+//! Guests and the QEMU under them, where the host's is another one.
+
+use std::{os::unix::fs::PermissionsExt, path::Path, sync::Arc};
+
+use cocoon_engine::{
+    engine::{Engine, EngineConfig},
+    error::{BringUpError, ChangeError},
+    model::{CloneIdentity, CloneSpec},
+};
+use cocoon_kit::world::RealWorld;
+
+use crate::support::{self, Host, MIB, chain, on_a_fresh_host};
+
+/// A program that is the host's QEMU in all but the version that it tells.
+fn qemu_that_says(version: &str, folder: &Path) -> EngineConfig {
+    let path = folder.join("qemu");
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" = --version ] && exec echo 'QEMU emulator version {version} (another)'\n\
+         exec /usr/bin/qemu-system-x86_64 \"$@\"\n"
+    );
+    std::fs::write(&path, script).unwrap();
+    // Guests' users start it, too.
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(folder, PermissionsExt::from_mode(0o755)).unwrap();
+    EngineConfig { qemu: path, ..support::config(folder) }
+}
+
+/// An engine on the host's folders for which the host's QEMU was replaced.
+async fn replaced(host: &Host, version: &str, folder: &Path) -> Engine {
+    let config = EngineConfig { qemu: qemu_that_says(version, folder).qemu, ..host.engine.config().clone() };
+    Engine::open(config, Arc::new(RealWorld)).await.unwrap()
+}
+
+fn description(snapshot: &cocoon_engine::model::Snapshot) -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(snapshot.folder.join("qemu.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn a_state_carries_the_version_of_the_qemu_that_wrote_it() {
+    on_a_fresh_host("hypervisor::a_state_carries_the_version_of_the_qemu_that_wrote_it", || async {
+        let (host, folder) = (Host::new().await, tempfile::tempdir().unwrap());
+        host.run("vm-a", 256 * MIB).await;
+        host.sh("vm-a", "echo kept > /run/mark").await;
+        // The package is upgraded under the running guest, and the engine's process is another one.
+        let upgraded = replaced(&host, "8.2.0", folder.path()).await;
+        let captured =
+            upgraded.capture("vm-a", "vm-a").await.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let said = description(&captured);
+        let version = said["qemu_version"].as_str().unwrap().to_owned();
+        assert!(version.starts_with("7.2."), "{said}");
+        assert_eq!(
+            (&said["machine"]["machine_type"], &said["memory_mode"]),
+            (&"pc-q35-7.2".into(), &"ranges".into())
+        );
+        upgraded.remove_captured("vm-a", &captured.envelope.id).await.unwrap();
+        // Here it does not wake, which is said before anything is made, and it stays.
+        let spec =
+            || CloneSpec { name: "vm-a".into(), snapshot: "vm-a".into(), identity: CloneIdentity::Same };
+        let refused = upgraded.clone_vm(spec()).await.unwrap_err();
+        assert!(matches!(refused, BringUpError::SnapshotIncompatible { .. }), "{refused}");
+        for part in ["snapshot vm-a", "QEMU 7.2", "QEMU 8.2"] {
+            assert!(refused.to_string().contains(part), "{part}: {refused}");
+        }
+        assert!(upgraded.list().await.unwrap().is_empty());
+        // Wherever its QEMU is, it does.
+        host.clone_of("vm-a", "vm-a", CloneIdentity::Same).await;
+        assert_eq!(host.sh("vm-a", "cat /run/mark").await, "kept");
+        host.engine.remove("vm-a", true).await.unwrap();
+        host.leaves_nothing().await;
+    });
+}
+
+#[test]
+fn what_no_host_could_load_is_not_saved_and_a_cold_start_mends_it() {
+    on_a_fresh_host("hypervisor::what_no_host_could_load_is_not_saved_and_a_cold_start_mends_it", || async {
+        let folder = tempfile::tempdir().unwrap();
+        // Its machine is that of 7.1, but 7.2 runs it: the program was replaced in between.
+        let host = Host::with(|config| config.qemu = qemu_that_says("7.1.0", folder.path()).qemu).await;
+        host.run("vm-a", 256 * MIB).await;
+        host.sh("vm-a", "echo kept > /root/mark").await;
+        for refused in [host.engine.capture("vm-a", "s").await, host.engine.save("vm-a", "s", "").await] {
+            let refused = refused.unwrap_err();
+            assert!(matches!(refused, ChangeError::Unloadable { .. }), "{}", chain(&refused));
+            for part in ["VM vm-a", "QEMU 7.2.", "pc-q35-7.1", "pc-q35-7.2", "cocoon vm stop vm-a"] {
+                assert!(refused.to_string().contains(part), "{part}: {refused}");
+            }
+            assert!(!host.engine.inspect("vm-a").await.unwrap().paused);
+            host.sh("vm-a", "true").await;
+        }
+        // As the error says.
+        let config =
+            EngineConfig { qemu: "/usr/bin/qemu-system-x86_64".into(), ..host.engine.config().clone() };
+        let next = Engine::open(config, Arc::new(RealWorld)).await.unwrap();
+        next.stop("vm-a", false, support::HANGS).await.unwrap();
+        next.start("vm-a").await.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let saved = next.capture("vm-a", "s").await.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        assert_eq!(description(&saved)["machine"]["machine_type"], "pc-q35-7.2");
+        next.remove_captured("vm-a", &saved.envelope.id).await.unwrap();
+        support::clone_on(&next, "s", "vm-b", CloneIdentity::Same).await;
+        assert_eq!(host.sh("vm-b", "cat /root/mark").await, "kept");
+        next.remove("vm-b", true).await.unwrap();
+        host.leaves_nothing().await;
+    });
+}
