@@ -54,9 +54,9 @@ pub struct EngineConfig {
 
 /// Runs what must not stop half way, such as a capture with the guest frozen, even if the caller goes
 /// away.
-async fn to_the_end<T: Send + 'static>(
-    work: impl Future<Output = Result<T, ChangeError>> + Send + 'static,
-) -> Result<T, ChangeError> {
+async fn to_the_end<T: Send + 'static, E: From<Fault> + Send + 'static>(
+    work: impl Future<Output = Result<T, E>> + Send + 'static,
+) -> Result<T, E> {
     match tokio::spawn(work).await {
         Ok(done) => done,
         Err(panicked) => Err(Fault::new("an engine operation", panicked).into()),
@@ -140,9 +140,10 @@ impl Engine {
 
     /// Cold start from the VM's own disk. Running already is success; a paused guest is resumed, one that
     /// stands still on a full disk tries again, and a clone whose guest has not taken its identity yet is
-    /// asked again.
+    /// asked again. Goes on to its end if the caller does not wait for it.
     pub async fn start(&self, vm: &str) -> Result<Vm, BringUpError> {
-        power::start(&self.shared, vm).await
+        let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
+        to_the_end(async move { power::start(&shared, &vm).await }).await
     }
 
     /// Ends the hypervisor: the guest's power button first, killed after `timeout` or with `force`.

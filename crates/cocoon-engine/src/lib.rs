@@ -21,6 +21,7 @@ pub mod model;
 mod cgroup;
 mod disk;
 mod gc;
+mod hold;
 mod paths;
 mod process;
 mod qemu;

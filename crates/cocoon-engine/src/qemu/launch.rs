@@ -12,7 +12,7 @@ use std::{
         unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     },
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     sync::{Mutex, PoisonError},
 };
 
@@ -142,10 +142,22 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
         oom_score_adj: b"500",
         small_pages,
     };
-    sys::spawn(command, confinement)?;
-    let process = Process::of_pid_file(&run.pid_file())?;
-    let process = process.ok_or_else(|| io::Error::other("QEMU's process left no note of itself"))?;
-    Ok(Launched { process, ram })
+    let mut child = sys::spawn(command, confinement)?;
+    match noted(run, &child) {
+        Ok(process) => Ok(Launched { process, ram }),
+        Err(error) => {
+            // Without its note nobody would ever find it.
+            child.kill()?;
+            child.wait()?;
+            Err(error)
+        }
+    }
+}
+
+/// The started process, as its note has it: by that everybody else knows it.
+fn noted(run: &RunFolder, child: &Child) -> io::Result<Process> {
+    let noted = Process::of_pid_file(&run.pid_file())?.filter(|process| process.pid == child.id());
+    noted.ok_or_else(|| io::Error::other("QEMU's process left no note of itself"))
 }
 
 /// The file in which QEMU's process notes itself; this boot is noted already.

@@ -52,7 +52,7 @@ pub(crate) async fn run(shared: &Arc<Shared>, spec: RunSpec) -> Result<Vm, Bring
         ..VmConfig::default()
     };
     let half = reserve(shared, config, |record| fill(shared, record, &boot, machine)).await?;
-    let done = fresh(shared, half.record().clone()).await;
+    let done = half.during(fresh(shared, half.record().clone())).await;
     half.end(done).await
 }
 

@@ -86,7 +86,7 @@ pub(crate) async fn clone_vm(shared: &Arc<Shared>, spec: CloneSpec) -> Result<Vm
         description: &description,
         private: private(shared, &facts, &description),
     };
-    let done = woken(shared, half.record().clone(), &source, spec.identity).await;
+    let done = half.during(woken(shared, half.record().clone(), &source, spec.identity)).await;
     half.end(done).await
 }
 

@@ -28,6 +28,7 @@ use crate::{
     db::Db,
     engine::EngineConfig,
     error::{BringUpError, Fault, LookupError},
+    hold::kept,
     image,
     model::{Vm, VmState},
     paths::{LogFolder, RunFolder},
@@ -222,14 +223,15 @@ fn current(lock: &Lock) -> bool {
     }
 }
 
-/// Runs blocking work away from the runtime's threads; `step` names it in the error.
+/// Runs blocking work away from the runtime's threads; `step` names it in the error. Begun under a VM's lock, it
+/// keeps that until it ends.
 pub(crate) async fn blocking<T, E, F>(step: &str, work: F) -> Result<T, Fault>
 where
     T: Send + 'static,
     E: Into<Box<dyn std::error::Error + Send + Sync>> + Send + 'static,
     F: FnOnce() -> Result<T, E> + Send + 'static,
 {
-    match tokio::task::spawn_blocking(work).await {
+    match tokio::task::spawn_blocking(kept(work)).await {
         Ok(done) => done.map_err(|error| Fault::new(step, error)),
         Err(panicked) => Err(Fault::new(step, panicked)),
     }

@@ -1,6 +1,7 @@
 //! Start and stop of VMs that exist.
 //!
-//! Entry points: [`start`], [`stop`]. A start that fails leaves a stopped VM in state `error`.
+//! Entry points: [`start`], [`stop`]. A start that fails leaves a stopped VM in state `error`. Both go on to
+//! their end if whoever waits goes away ([`crate::engine::Engine`]).
 
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use super::{
 };
 use crate::{
     error::{BringUpError, ChangeError, Fault},
+    hold::Hold,
     model::{Vm, VmState},
     paths::RunFolder,
     process::Process,
@@ -27,7 +29,11 @@ const AGENT_LIMIT: Duration = Duration::from_secs(5);
 /// Cold start from the VM's own disk. Running is success; paused or stopped for want of space, the guest
 /// goes on; links that are still down are tried again.
 pub(crate) async fn start(shared: &Shared, reference: &str) -> Result<Vm, BringUpError> {
-    let (mut record, _lock) = shared.lock_existing(reference, "start").await?;
+    let (record, lock) = shared.lock_existing(reference, "start").await?;
+    Hold::new(lock).during(up(shared, record)).await
+}
+
+async fn up(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
     let name = record.vm.config.name.clone();
     if record.vm.state == VmState::Creating {
         return Err(BringUpError::Invalid(format!("VM {name} is still being created")));
@@ -106,7 +112,8 @@ pub(crate) async fn stop(
             tracing::info!(vm = %name, %error, "the guest did not power down by itself");
         }
     } else if matches!(record.vm.state, VmState::Stopped | VmState::Created | VmState::Error) {
-        return Ok(());
+        // A start whose process was killed leaves a QEMU that only the pid file knows.
+        return Ok(tear_down::kill(shared, &record.vm.id, None).await?);
     }
     tear_down::kill(shared, &record.vm.id, record.process).await?;
     tear_down::unlink(shared, &record.vm.id).await?;

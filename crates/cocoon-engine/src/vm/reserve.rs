@@ -5,15 +5,15 @@
 
 use std::{
     collections::BTreeMap,
+    future::Future,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use cocoon_kit::files::Lock;
-
 use super::{Shared, tear_down};
 use crate::{
     error::BringUpError,
+    hold::Hold,
     image::BootSet,
     model::{Disk, Hypervisor, NetworkInterface, Vm, VmConfig, VmState},
     qemu::machine::{MAX_LAYERS, Machine},
@@ -33,10 +33,11 @@ pub(crate) fn check_name(name: &str) -> Result<(), BringUpError> {
     )))
 }
 
-/// A VM in the making. It ends as a VM or is taken down, also when whoever waits for it goes away.
+/// A VM in the making. It ends as a VM or is taken down, also when whoever waits for it goes away: then what still
+/// blocks for it ends first, because it may be starting the QEMU that is to be taken down.
 pub(crate) struct Half {
     shared: Arc<Shared>,
-    parts: Option<(Record, Lock)>,
+    parts: Option<(Record, Hold)>,
     reserved: Record,
 }
 
@@ -46,12 +47,20 @@ impl Half {
         &self.reserved
     }
 
+    /// Does `work` of the VM's bring-up under its lock.
+    pub(crate) async fn during<T>(&self, work: impl Future<Output = T>) -> T {
+        match &self.parts {
+            Some((_, hold)) => hold.during(work).await,
+            None => work.await,
+        }
+    }
+
     /// Keeps the VM, or takes down what there is of it.
     pub(crate) async fn end(mut self, done: Result<Vm, BringUpError>) -> Result<Vm, BringUpError> {
-        if let Some((record, lock)) = self.parts.take()
+        if let Some((record, hold)) = self.parts.take()
             && done.is_err()
         {
-            tear_down::unwind(&self.shared, &record, lock).await;
+            tear_down::unwind(&self.shared, &record, hold.alone().await).await;
         }
         done
     }
@@ -59,11 +68,11 @@ impl Half {
 
 impl Drop for Half {
     fn drop(&mut self) {
-        let Some((record, lock)) = self.parts.take() else { return };
+        let Some((record, hold)) = self.parts.take() else { return };
         let shared = Arc::clone(&self.shared);
         // Without a runtime the process ends, and the next one finds the record.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(async move { tear_down::unwind(&shared, &record, lock).await });
+            runtime.spawn(async move { tear_down::unwind(&shared, &record, hold.alone().await).await });
         }
     }
 }
@@ -80,7 +89,8 @@ pub(crate) async fn reserve(
     fill(&mut record);
     match shared.records.reserve(record).await {
         Ok(record) => {
-            Ok(Half { shared: Arc::clone(shared), reserved: record.clone(), parts: Some((record, lock)) })
+            let parts = Some((record.clone(), Hold::new(lock)));
+            Ok(Half { shared: Arc::clone(shared), reserved: record, parts })
         }
         Err(error) => {
             let _ = std::fs::remove_file(lock.path());

@@ -1,15 +1,22 @@
-//! Guests and the QEMU under them, where the host's is another one.
+//! Guests and the QEMU under them: another one on the host than under the guest, and starts that are given up.
 
-use std::{os::unix::fs::PermissionsExt, path::Path, sync::Arc};
+use std::{
+    fs::File,
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use cocoon_engine::{
     engine::{Engine, EngineConfig},
     error::{BringUpError, ChangeError},
-    model::{CloneIdentity, CloneSpec},
+    model::{CloneIdentity, CloneSpec, RunSpec},
 };
-use cocoon_kit::world::RealWorld;
+use cocoon_kit::world::{RealWorld, World};
 
-use crate::support::{self, Host, MIB, chain, on_a_fresh_host};
+use crate::support::{self, Host, MIB, chain, on_a_fresh_host, until};
 
 /// A program that is the host's QEMU in all but the version that it tells.
 fn qemu_that_says(version: &str, folder: &Path) -> EngineConfig {
@@ -100,5 +107,111 @@ fn what_no_host_could_load_is_not_saved_and_a_cold_start_mends_it() {
         assert_eq!(host.sh("vm-b", "cat /root/mark").await, "kept");
         next.remove("vm-b", true).await.unwrap();
         host.leaves_nothing().await;
+    });
+}
+
+/// The real world, but for the id of one VM.
+#[derive(Debug)]
+struct OneId(Mutex<Option<&'static str>>);
+
+impl World for OneId {
+    fn now(&self) -> jiff::Timestamp {
+        RealWorld.now()
+    }
+
+    fn instant(&self) -> tokio::time::Instant {
+        RealWorld.instant()
+    }
+
+    fn random(&self, out: &mut [u8]) {
+        RealWorld.random(out);
+    }
+
+    fn engine_id(&self) -> String {
+        self.0.lock().unwrap().take().map_or_else(|| RealWorld.engine_id(), str::to_owned)
+    }
+}
+
+/// Holds up whoever starts the QEMU of one VM at its last step before that: where it opens the VM's control
+/// group stands a pipe that nobody reads yet.
+struct Gate {
+    pipe: PathBuf,
+    pid_file: PathBuf,
+}
+
+impl Gate {
+    const ID: &str = "GATEGATEGATEGATEGATEGATEGA";
+
+    /// For the next VM of the engine, which is opened with it on the folders of `host`.
+    async fn of(host: &Host) -> (Self, Engine) {
+        let groups = Path::new("/sys/fs/cgroup");
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "tmpfs"]).arg(groups).status();
+        assert!(mounted.unwrap().success());
+        let group = groups.join("cocoon").join(Self::ID);
+        std::fs::create_dir_all(&group).unwrap();
+        std::fs::write(groups.join("cgroup.procs"), "").unwrap();
+        let pipe = group.join("cgroup.procs");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let config = host.engine.config().clone();
+        let pid_file = config.run_dir.join(Self::ID).join("qemu.pid");
+        let engine = Engine::open(config, Arc::new(OneId(Mutex::new(Some(Self::ID))))).await.unwrap();
+        (Self { pipe, pid_file }, engine)
+    }
+
+    /// Waits until somebody stands there.
+    async fn reached(&self) {
+        until("the start of QEMU", || async { self.pid_file.exists() }).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+
+    /// Lets go on, for as long as the result lives.
+    fn opened(self) -> File {
+        File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&self.pipe).unwrap()
+    }
+}
+
+async fn nothing_is_left(host: &Host) {
+    until("the end of what was given up", || async {
+        host.engine.list().await.unwrap().is_empty() && host.remains().is_empty()
+    })
+    .await;
+    let links = Command::new("ip").args(["-o", "link"]).output().unwrap();
+    assert!(!String::from_utf8_lossy(&links.stdout).contains("btgate"), "a tap is left");
+}
+
+fn spec() -> RunSpec {
+    let nics = 1;
+    RunSpec { name: "vm-a".into(), image: "tiny".into(), cpu: 1, memory: 256 * MIB, storage: 256 * MIB, nics }
+}
+
+#[test]
+fn a_run_that_is_given_up_while_its_qemu_is_being_started_leaves_nothing() {
+    let name = "hypervisor::a_run_that_is_given_up_while_its_qemu_is_being_started_leaves_nothing";
+    on_a_fresh_host(name, || async {
+        let host = Host::networked().await;
+        let (gate, engine) = Gate::of(&host).await;
+        let running = tokio::spawn(async move { engine.run(spec()).await });
+        gate.reached().await;
+        running.abort();
+        assert!(running.await.unwrap_err().is_cancelled());
+        // Whatever is done about that has its time, then QEMU is started all the same.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let _gate = gate.opened();
+        nothing_is_left(&host).await;
+    });
+}
+
+#[test]
+fn a_qemu_that_nobody_could_find_again_does_not_run() {
+    on_a_fresh_host("hypervisor::a_qemu_that_nobody_could_find_again_does_not_run", || async {
+        let host = Host::networked().await;
+        let (gate, engine) = Gate::of(&host).await;
+        let running = tokio::spawn(async move { engine.run(spec()).await });
+        gate.reached().await;
+        std::fs::remove_file(&gate.pid_file).unwrap();
+        let _gate = gate.opened();
+        let error = running.await.unwrap().unwrap_err();
+        assert!(chain(&error).contains("no note of itself"), "{}", chain(&error));
+        nothing_is_left(&host).await;
     });
 }
