@@ -48,6 +48,12 @@ impl Tool {
         sys::spawn(command, confinement).map(Self)
     }
 
+    /// Not confined: that needs root, and tests with real guests look at it.
+    #[cfg(test)]
+    pub(crate) fn unconfined(mut command: Command) -> io::Result<Self> {
+        command.stdin(Stdio::null()).spawn().map(Self)
+    }
+
     /// Waits until it ends. Told to stop first, it is an error.
     pub(crate) fn wait(&mut self, stop: &Stop) -> io::Result<ExitStatus> {
         let handle = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty())?;
@@ -101,11 +107,10 @@ mod tests {
     use super::*;
     use crate::process::Process;
 
-    /// Not confined: that needs root, and tests with real guests look at it.
     fn shell(script: &str) -> Tool {
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        Tool(command.spawn().unwrap())
+        command.args(["-c", script]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Tool::unconfined(command).unwrap()
     }
 
     #[test]

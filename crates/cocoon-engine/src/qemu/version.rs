@@ -3,19 +3,20 @@
 //! Entry point: [`Known::facts`]. What a VM runs on may be another QEMU, which only its own monitor tells:
 //! packages are upgraded under running guests. `/dev/kvm` may open and still run nothing, so KVM counts only after a boot
 //! sector ran on it within [`PROBE_LIMIT`], confined as guests are. The verdict is kept in the records,
-//! per QEMU binary, kernel and rights on the device, and found anew when one of these is another.
+//! per QEMU binary, kernel and rights on the device, and found anew when one of these is another. A probe that
+//! did not end by itself is no verdict: guests are emulated meanwhile, and it is made again.
 
 use std::{
-    io::Write as _,
+    io::{self, Write as _},
     os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
     path::Path,
-    process::{Command, Stdio},
+    process::{Command, ExitStatus, Stdio},
     time::Duration,
 };
 
 use rusqlite::{OptionalExtension as _, params};
 use serde::{Deserialize, Serialize};
-use tokio::sync::Mutex;
+use tokio::{sync::Mutex, time::Instant};
 
 use super::{
     limit::Stop,
@@ -94,13 +95,49 @@ pub(crate) async fn migrate(db: &Db) -> Result<(), Fault> {
     .await
 }
 
-/// What this process knows of the host's QEMU, and of which QEMU it knows that.
+/// What looking at a QEMU found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Found {
+    facts: Facts,
+    /// Nothing of it is a guess.
+    sure: bool,
+}
+
+/// What is known of one QEMU.
+#[derive(Debug)]
+struct Entry {
+    /// Of which.
+    key: String,
+    facts: Facts,
+    /// A guess, which is tried again.
+    guess: Option<Guess>,
+}
+
+/// How often in a row nothing was found out, and when last.
+#[derive(Debug, Clone, Copy)]
+struct Guess {
+    count: u32,
+    last: Instant,
+}
+
+impl Guess {
+    /// Each try costs up to [`PROBE_LIMIT`] while a VM waits, so they get rarer: after 1, 2, 4… minutes, 64 at most.
+    fn pause(self) -> Duration {
+        Duration::from_secs(60 << self.count.saturating_sub(1).min(6))
+    }
+
+    fn is_over(self, now: Instant) -> bool {
+        now.saturating_duration_since(self.last) >= self.pause()
+    }
+}
+
+/// What this process knows of the host's QEMU.
 #[derive(Debug, Default)]
-pub(crate) struct Known(Mutex<Option<(String, Facts)>>);
+pub(crate) struct Known(Mutex<Option<Entry>>);
 
 impl Known {
     /// Facts about `qemu` on this host: known, from the records, or found now. They are asked for anew when
-    /// the program is another one than it was.
+    /// the program is another one than it was, and after a while if they are a guess.
     pub(crate) async fn facts(&self, db: &Db, qemu: &Path) -> Result<Facts, BringUpError> {
         self.facts_by(db, qemu, find).await
     }
@@ -109,13 +146,15 @@ impl Known {
         let key = cache_key(qemu)?;
         // Held meanwhile: nobody else has to look at the same time.
         let mut known = self.0.lock().await;
-        if let Some((of, facts)) = known.as_ref()
-            && *of == key
+        let before = known.take_if(|entry| entry.key == key);
+        let guess = before.as_ref().and_then(|entry| entry.guess);
+        if let Some(entry) = before
+            && entry.guess.is_none_or(|guess| !guess.is_over(Instant::now()))
         {
-            return Ok(facts.clone());
+            return Ok(known.insert(entry).facts.clone());
         }
         if let Some(facts) = kept(db, &key).await? {
-            *known = Some((key, facts.clone()));
+            *known = Some(Entry { key, facts: facts.clone(), guess: None });
             return Ok(facts);
         }
         let path = qemu.to_owned();
@@ -124,15 +163,19 @@ impl Known {
             .map_err(|error| Fault::new("looking at QEMU", error))??;
         // Replaced while it was looked at: good for this once, and nobody knows of which it is true.
         if cache_key(qemu)? == key {
-            keep(db, &key, &found).await?;
-            *known = Some((key, found.clone()));
+            let count = guess.map_or(0, |guess| guess.count).saturating_add(1);
+            let guess = (!found.sure).then(|| Guess { count, last: Instant::now() });
+            if found.sure {
+                keep(db, &key, &found.facts).await?;
+            }
+            *known = Some(Entry { key, facts: found.facts.clone(), guess });
         }
-        Ok(found)
+        Ok(found.facts)
     }
 }
 
 /// Looks at a QEMU. Blocks.
-type Finder = fn(&Path) -> Result<Facts, BringUpError>;
+type Finder = fn(&Path) -> Result<Found, BringUpError>;
 
 async fn kept(db: &Db, key: &str) -> Result<Option<Facts>, Fault> {
     let wanted = key.to_owned();
@@ -190,20 +233,20 @@ fn missing(qemu: &Path) -> BringUpError {
     }
 }
 
-fn find(qemu: &Path) -> Result<Facts, BringUpError> {
+fn find(qemu: &Path) -> Result<Found, BringUpError> {
     let said =
         ask_version(qemu).map_err(|error| Fault::new(format!("{} --version", qemu.display()), error))?;
     let version = parse_version(&said)
         .ok_or_else(|| Fault::new(format!("{} --version", qemu.display()), "no version in its answer"))?;
     let machine = machine_type(&version);
-    let kvm = Path::new(KVM).exists() && kvm_boots(qemu, &machine);
-    let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
+    let verdict = if Path::new(KVM).exists() { kvm_boots(qemu, &machine) } else { Verdict::Fails };
+    let accelerator = if verdict == Verdict::Boots { Accelerator::Kvm } else { Accelerator::Tcg };
     tracing::info!(qemu = %version, accelerator = accelerator.name(), "looked at this host's QEMU");
-    Ok(Facts { version, accelerator })
+    Ok(Found { facts: Facts { version, accelerator }, sure: verdict != Verdict::Unknown })
 }
 
 /// What QEMU says of itself, asked as confined as guests are.
-fn ask_version(qemu: &Path) -> std::io::Result<String> {
+fn ask_version(qemu: &Path) -> io::Result<String> {
     let mut command = Command::new(qemu);
     command.arg("--version").env_clear().current_dir("/").stdout(Stdio::piped()).stderr(Stdio::null());
     let mut tool = Tool::start(command, PROBE_UID, None, Vec::new())?;
@@ -227,17 +270,39 @@ fn boot_sector() -> [u8; 512] {
     sector
 }
 
-fn kvm_boots(qemu: &Path, machine: &str) -> bool {
-    match probe(qemu, machine) {
-        Ok(boots) => boots,
-        Err(error) => {
-            tracing::warn!(%error, "KVM could not be probed; guests run in software emulation");
-            false
-        }
+/// What a probe of KVM says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// The boot sector ran.
+    Boots,
+    /// QEMU ended by itself without it.
+    Fails,
+    /// Neither: KVM may hang, or the host may only be busy.
+    Unknown,
+}
+
+/// Only an exit says something for good. No process, no end in time or a kill are the host's, now.
+fn verdict(ended: &io::Result<ExitStatus>) -> Verdict {
+    match ended.as_ref().ok().and_then(ExitStatus::code) {
+        Some(PROBE_STATUS) => Verdict::Boots,
+        Some(_) => Verdict::Fails,
+        None => Verdict::Unknown,
     }
 }
 
-fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
+fn kvm_boots(qemu: &Path, machine: &str) -> Verdict {
+    let ended = probe(qemu, machine);
+    let verdict = verdict(&ended);
+    if verdict == Verdict::Unknown {
+        tracing::warn!(
+            ?ended,
+            "KVM could not be probed; guests run in software emulation until it is tried again"
+        );
+    }
+    verdict
+}
+
+fn probe(qemu: &Path, machine: &str) -> io::Result<ExitStatus> {
     let disk = rustix::fs::memfd_create("cocoon-probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     let mut disk = std::fs::File::from(disk);
     disk.write_all(&boot_sector())?;
@@ -248,16 +313,15 @@ fn probe(qemu: &Path, machine: &str) -> std::io::Result<bool> {
     command.arg(format!("if=ide,format=raw,read-only=on,file=/proc/self/fd/{}", disk.as_raw_fd()));
     command.env_clear().current_dir("/").stdout(Stdio::null()).stderr(Stdio::null());
     let mut tool = Tool::start(command, PROBE_UID, kvm_group(), vec![disk.into()])?;
-    match tool.wait(&Stop::after(PROBE_LIMIT)) {
-        Ok(status) => Ok(status.code() == Some(PROBE_STATUS)),
-        Err(error) if error.kind() == std::io::ErrorKind::TimedOut => Ok(false),
-        Err(error) => Err(error),
-    }
+    tool.wait(&Stop::after(PROBE_LIMIT))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::{
+        os::unix::process::ExitStatusExt as _,
+        sync::atomic::{AtomicU32, Ordering},
+    };
 
     use super::*;
 
@@ -280,10 +344,10 @@ mod tests {
     static LOOKED: AtomicU32 = AtomicU32::new(0);
 
     /// Takes a program's text for its version.
-    fn read_version(qemu: &Path) -> Result<Facts, BringUpError> {
+    fn read_version(qemu: &Path) -> Result<Found, BringUpError> {
         LOOKED.fetch_add(1, Ordering::Relaxed);
         let version = std::fs::read_to_string(qemu).map_err(|error| Fault::new("reading", error))?;
-        Ok(Facts { version, accelerator: Accelerator::Tcg })
+        Ok(Found { facts: Facts { version, accelerator: Accelerator::Tcg }, sure: true })
     }
 
     #[tokio::test]
@@ -307,6 +371,69 @@ mod tests {
         std::fs::remove_file(&qemu).unwrap();
         let gone = known.facts_by(&db, &qemu, read_version).await.unwrap_err();
         assert!(matches!(gone, BringUpError::HostMissing { .. }), "{gone}");
+    }
+
+    #[test]
+    fn only_an_exit_of_the_probe_is_a_verdict_on_kvm() {
+        let exited = |code: i32| Ok(ExitStatus::from_raw(code << 8));
+        for (what, ended, expected) in [
+            ("the boot sector's own word", exited(PROBE_STATUS), Verdict::Boots),
+            ("refused by QEMU", exited(1), Verdict::Fails),
+            ("halted", exited(0), Verdict::Fails),
+            ("killed, as for want of memory", Ok(ExitStatus::from_raw(libc::SIGKILL)), Verdict::Unknown),
+            ("no end in time", Err(io::ErrorKind::TimedOut.into()), Verdict::Unknown),
+            ("no process", Err(io::Error::from_raw_os_error(libc::EAGAIN)), Verdict::Unknown),
+            ("no descriptor", Err(io::Error::from_raw_os_error(libc::EMFILE)), Verdict::Unknown),
+        ] {
+            assert_eq!(verdict(&ended), expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn a_guess_is_tried_again_less_and_less_often() {
+        let pauses = [1, 2, 3, 7, 8, u32::MAX].map(|count| Guess { count, last: Instant::now() }.pause());
+        assert_eq!(pauses.map(|pause| pause.as_secs() / 60), [1, 2, 4, 64, 64, 64]);
+    }
+
+    /// A "QEMU" that takes a second the first time, asked for its verdict within a shorter time. Not confined:
+    /// that needs root.
+    fn slow_at_first(qemu: &Path) -> Result<Found, BringUpError> {
+        let mut shell = Command::new("/bin/sh");
+        shell.arg(qemu);
+        let fault = |error| Fault::new("the slow one", error);
+        let mut tool = Tool::unconfined(shell).map_err(fault)?;
+        let again = qemu.with_extension("again").exists();
+        let limit = if again { Duration::from_secs(120) } else { Duration::from_millis(50) };
+        let verdict = verdict(&tool.wait(&Stop::after(limit)));
+        std::fs::write(qemu.with_extension("again"), "").map_err(fault)?;
+        let accelerator = if verdict == Verdict::Boots { Accelerator::Kvm } else { Accelerator::Tcg };
+        let facts = Facts { version: "7.2.22".into(), accelerator };
+        Ok(Found { facts, sure: verdict != Verdict::Unknown })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_that_was_too_slow_is_made_again_and_a_verdict_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let qemu = folder.path().join("qemu");
+        let script = format!("#!/bin/sh\n[ -e \"$0.again\" ] || exec sleep 600\nexit {PROBE_STATUS}\n");
+        std::fs::write(&qemu, script).unwrap();
+        let db = Db::open(&folder.path().join("engine.db")).unwrap();
+        migrate(&db).await.unwrap();
+        let known = Known::default();
+        let accelerator =
+            async || known.facts_by(&db, &qemu, slow_at_first).await.map(|facts| facts.accelerator).unwrap();
+        assert_eq!(accelerator().await, Accelerator::Tcg);
+        tokio::time::advance(Duration::from_secs(50)).await;
+        assert_eq!(accelerator().await, Accelerator::Tcg, "not at once: each VM would wait for it");
+        assert_eq!(
+            kept(&db, &cache_key(&qemu).unwrap()).await.unwrap(),
+            None,
+            "another process asks for itself"
+        );
+        tokio::time::advance(Duration::from_secs(10)).await;
+        assert_eq!(accelerator().await, Accelerator::Kvm);
+        let kept = kept(&db, &cache_key(&qemu).unwrap()).await.unwrap();
+        assert_eq!(kept.map(|facts| facts.accelerator), Some(Accelerator::Kvm));
     }
 
     #[test]
