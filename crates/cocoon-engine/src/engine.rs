@@ -116,18 +116,20 @@ impl Engine {
         clone::clone_vm(&self.shared, spec).await
     }
 
-    /// All VMs, oldest first, with `creating` ones, reconciled with their processes.
+    /// All VMs, oldest first, with `creating` ones, reconciled with their processes. One whose process cannot be
+    /// looked at makes it an error: neither it nor a list without it would be true.
     pub async fn list(&self) -> Result<Vec<Vm>, LookupError> {
         let records = self.shared.records.list().await?;
         tend::glance(&self.shared, &records).await?;
-        Ok(records.into_iter().map(|record| self.shared.shown(record)).collect())
+        let shown = records.into_iter().map(|record| self.shared.shown(record));
+        Ok(shown.collect::<Result<_, _>>()?)
     }
 
     /// One VM by id, name or unique id prefix of at least three characters.
     pub async fn inspect(&self, vm: &str) -> Result<Vm, LookupError> {
         let record = self.shared.records.find(vm).await?;
         tend::glance(&self.shared, std::slice::from_ref(&record)).await?;
-        Ok(self.shared.shown(record))
+        Ok(self.shared.shown(record)?)
     }
 
     /// The upkeep of running VMs, for whoever keeps the host to call about once a second: cuts their logs,
@@ -203,7 +205,7 @@ impl Engine {
     pub async fn guest(&self, vm: &str, agent_port: bool, limit: Duration) -> Result<GuestPort, ChangeError> {
         let record = self.shared.records.find(vm).await?;
         let name = record.vm.config.name.clone();
-        if record.vm.state != VmState::Running || self.shared.process_of(&record).is_none() {
+        if record.vm.state != VmState::Running || self.shared.process_of(&record)?.is_none() {
             return Err(ChangeError::NotRunning(name));
         }
         tend::no_space(&self.shared, &record).await?;

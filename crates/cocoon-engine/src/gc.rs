@@ -146,24 +146,11 @@ mod tests {
 
     use super::*;
     use crate::{
-        engine::{Engine, EngineConfig, MemoryRecipe},
+        engine::Engine,
         model::VmConfig,
         records::Record,
-        vm::reserve::blank,
+        vm::{reserve::blank, tests::config},
     };
-
-    fn config(folder: &Path) -> EngineConfig {
-        EngineConfig {
-            root_dir: folder.join("root"),
-            run_dir: folder.join("run"),
-            log_dir: folder.join("log"),
-            boot_bundle: folder.join("bundle"),
-            network: None,
-            qemu: "qemu".into(),
-            memory: MemoryRecipe::Auto,
-            boot_timeout: Duration::from_secs(1),
-        }
-    }
 
     #[tokio::test]
     async fn the_next_engine_takes_a_lock_file_that_nobody_holds_and_no_record_names() {

@@ -1,9 +1,9 @@
 //! A process by identity: its id, its start time and the boot, so that a reused id is never taken for it.
 //!
 //! Entry points: [`Process::of_pid_file`], [`Process::alive`], [`Process::kill`]. Signals and waiting go
-//! through pidfds.
+//! through pidfds. Invariant: a process that cannot be looked at is never said to be gone.
 
-use std::{io, path::Path, sync::OnceLock, time::Duration};
+use std::{io, os::fd::AsFd as _, path::Path, sync::OnceLock, time::Duration};
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -11,6 +11,8 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
 };
 use serde::{Deserialize, Serialize};
+
+use crate::paths::named;
 
 /// A process of this boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,6 +64,18 @@ fn parse_stat(line: &str, boot: u64) -> Option<(Process, char)> {
     Some((Process { boot, pid, start }, state))
 }
 
+/// What the answer of `/proc/PID/stat` says of the process. `None`: there is none. All else that stands in the
+/// way, such as a limit on open files, says nothing about it.
+fn seen(stat: io::Result<String>, boot: u64) -> io::Result<Option<(Process, char)>> {
+    match stat {
+        Ok(line) => parse_stat(&line, boot).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()),
+        // The second is the answer while it goes.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 impl Process {
     /// The process that wrote its `stat` line into `path` (`sys::Confinement::pid_file`). `None`: no
     /// file, or no process in it, so none was ever started for it.
@@ -77,18 +91,19 @@ impl Process {
     #[cfg(test)]
     #[must_use]
     pub(crate) fn of_pid(pid: u32) -> Option<Self> {
-        Self::look(pid).filter(|(_, state)| !is_dead(*state)).map(|(process, _)| process)
+        let found = Self::look(pid).unwrap();
+        found.filter(|(_, state)| !is_dead(*state)).map(|(process, _)| process)
     }
 
-    fn look(pid: u32) -> Option<(Self, char)> {
-        let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        parse_stat(&line, this_boot().ok()?)
+    fn look(pid: u32) -> io::Result<Option<(Self, char)>> {
+        // Without a `/proc` there is no boot either: then this is no answer, not "gone".
+        let (boot, path) = (this_boot()?, format!("/proc/{pid}/stat"));
+        seen(std::fs::read_to_string(&path), boot).map_err(|error| named(Path::new(&path), &error))
     }
 
-    /// Whether it still runs. A zombie does not; one of ours is reaped.
-    #[must_use]
-    pub(crate) fn alive(self) -> bool {
-        match Self::look(self.pid) {
+    /// Whether it still runs; an error is no answer. A zombie does not; one of ours is reaped.
+    pub(crate) fn alive(self) -> io::Result<bool> {
+        Ok(match Self::look(self.pid)? {
             Some((process, state)) if process == self && !is_dead(state) => true,
             // Only this very zombie: another child of ours may have the id by now.
             Some((process, _)) if process == self => {
@@ -96,7 +111,7 @@ impl Process {
                 false
             }
             _ => false,
-        }
+        })
     }
 
     fn reap(self) {
@@ -128,7 +143,7 @@ impl Process {
             Err(error) => return Err(error.into()),
         };
         // The descriptor is fixed to one process; only now is it known which.
-        if !self.alive() {
+        if !self.alive()? {
             return Ok(());
         }
         if let Some(signal) = signal {
@@ -145,8 +160,8 @@ impl Process {
         if ready == 0 {
             return Err(io::Error::new(io::ErrorKind::TimedOut, format!("process {} did not end", self.pid)));
         }
-        // Reaps it if it was ours.
-        let _ = self.alive();
+        // Reaps it if it was ours; somebody else's child cannot be, and need not.
+        let _ = waitid(WaitId::PidFd(handle.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         Ok(())
     }
 }
@@ -167,17 +182,38 @@ mod tests {
     }
 
     #[test]
+    fn only_an_answer_that_there_is_no_such_process_means_that_it_is_gone() {
+        let line = "42 (a) S 1 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 2 3";
+        let process = Process { boot: 7, pid: 42, start: 987_654 };
+        let failed = |code: i32| Err(io::Error::from_raw_os_error(code));
+        for (what, stat, known) in [
+            ("it runs", Ok(line.to_owned()), Some(Some((process, 'S')))),
+            ("there is none", failed(libc::ENOENT), Some(None)),
+            ("it went meanwhile", failed(libc::ESRCH), Some(None)),
+            ("this process has no descriptor left", failed(libc::EMFILE), None),
+            ("the host has none left", failed(libc::ENFILE), None),
+            ("no memory", failed(libc::ENOMEM), None),
+            ("not allowed", failed(libc::EACCES), None),
+            ("interrupted", failed(libc::EINTR), None),
+            ("half a line", Ok("42 (a) S".into()), None),
+            ("nothing", Ok(String::new()), None),
+        ] {
+            assert_eq!(seen(stat, 7).ok(), known, "{what}");
+        }
+    }
+
+    #[test]
     #[expect(clippy::zombie_processes, reason = "the code under test reaps it")]
     fn a_child_is_alive_until_killed_and_a_stranger_with_its_id_is_not_it() {
         let child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let process = Process::of_pid(child.id()).unwrap();
-        assert!(process.alive());
-        assert!(!Process { start: process.start + 1, ..process }.alive());
-        assert!(!Process { boot: process.boot + 1, ..process }.alive());
+        assert!(process.alive().unwrap());
+        assert!(!Process { start: process.start + 1, ..process }.alive().unwrap());
+        assert!(!Process { boot: process.boot + 1, ..process }.alive().unwrap());
         Process { start: process.start + 1, ..process }.kill(Duration::from_secs(1)).unwrap();
-        assert!(process.alive());
+        assert!(process.alive().unwrap());
         process.kill(Duration::from_secs(120)).unwrap();
-        assert!(!process.alive());
+        assert!(!process.alive().unwrap());
         process.kill(Duration::from_secs(120)).unwrap();
     }
 }

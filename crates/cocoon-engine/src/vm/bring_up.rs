@@ -188,5 +188,6 @@ async fn answered(
 pub(crate) async fn finish(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
     record.vm.first_booted = true;
     shared.save(&mut record).await?;
-    Ok(shared.shown(record))
+    let process = record.process;
+    Ok(shared.shown_with(record, process))
 }

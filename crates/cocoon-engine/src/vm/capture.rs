@@ -75,7 +75,7 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
         return Err(ChangeError::SnapshotExists { name: wish.name, holder });
     }
     let name = record.vm.config.name.clone();
-    let process = match shared.process_of(&record) {
+    let process = match shared.process_of(&record)? {
         Some(process) if record.vm.state == VmState::Running => process,
         _ => return Err(ChangeError::NotRunning(name)),
     };
@@ -244,7 +244,7 @@ fn allocated(cow: &[PathBuf]) -> io::Result<u64> {
 /// Bytes that a capture would hold at most; `None`: the VM does not run.
 pub(crate) async fn size(shared: &Shared, reference: &str) -> Result<Option<u64>, LookupError> {
     let record = shared.records.find(reference).await?;
-    let Some(process) = shared.process_of(&record).filter(|_| record.vm.state == VmState::Running) else {
+    let Some(process) = shared.process_of(&record)?.filter(|_| record.vm.state == VmState::Running) else {
         return Ok(None);
     };
     let (Some(machine), Some(RamRecord { file, .. })) = (record.machine, record.ram) else {
@@ -447,7 +447,7 @@ pub(crate) async fn let_go(shared: &Shared, record: &mut Record) -> Result<(), F
 /// [`let_go`] by name.
 pub(crate) async fn let_go_by_name(shared: &Shared, reference: &str) -> Result<(), ChangeError> {
     let (mut record, _lock) = shared.lock_existing(reference, "a resume").await?;
-    if record.vm.state != VmState::Running || shared.process_of(&record).is_none() {
+    if record.vm.state != VmState::Running || shared.process_of(&record)?.is_none() {
         return Err(ChangeError::NotRunning(record.vm.config.name));
     }
     Ok(let_go(shared, &mut record).await?)

@@ -38,8 +38,8 @@ async fn up(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
     if record.vm.state == VmState::Creating {
         return Err(BringUpError::Invalid(format!("VM {name} is still being created")));
     }
-    if shared.process_of(&record).is_some() {
-        return go_on(shared, record).await;
+    if let Some(process) = shared.process_of(&record)? {
+        return go_on(shared, record, process).await;
     }
     let facts = shared.facts().await?;
     record.machine =
@@ -56,7 +56,7 @@ async fn up(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
     }
 }
 
-async fn go_on(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
+async fn go_on(shared: &Shared, mut record: Record, process: Process) -> Result<Vm, BringUpError> {
     if record.vm.paused || tend::is_starved(shared, &record).await {
         capture::let_go(shared, &mut record).await?;
         tend::is_starved(shared, &record).await;
@@ -66,7 +66,7 @@ async fn go_on(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> 
     }
     record.vm.started_at = Some(shared.world.now());
     shared.save(&mut record).await?;
-    Ok(shared.shown(record))
+    Ok(shared.shown_with(record, Some(process)))
 }
 
 async fn failed_start(shared: &Shared, mut record: Record) {
@@ -104,7 +104,7 @@ pub(crate) async fn stop(
     if record.vm.state == VmState::Creating {
         return Err(ChangeError::Invalid(format!("VM {name} is still being created")));
     }
-    if let Some(process) = shared.process_of(&record) {
+    if let Some(process) = shared.process_of(&record)? {
         if !force
             && !record.vm.paused
             && let Err(error) = power_down(shared, &record, process, limit).await
@@ -143,7 +143,7 @@ async fn power_down(
     // A guest that its agent ends may be gone before its button is pressed.
     if let Err(error) = pressed
         && session.is_none()
-        && process.alive()
+        && process.alive().unwrap_or(true)
     {
         return Err(error);
     }

@@ -35,7 +35,7 @@ pub(crate) async fn remove_captured(
 /// Removes a VM by name. One that runs is removed only with `force`.
 pub(crate) async fn remove(shared: &Shared, reference: &str, force: bool) -> Result<(), ChangeError> {
     let (record, lock) = shared.lock_existing(reference, "removal").await?;
-    if !force && shared.process_of(&record).is_some() {
+    if !force && shared.process_of(&record)?.is_some() {
         return Err(ChangeError::ForceRequired(record.vm.config.name));
     }
     Ok(all(shared, &record, lock).await?)

@@ -110,8 +110,8 @@ impl Watch {
 /// The error of whoever needs a guest that stands still for want of space.
 pub(crate) async fn no_space(shared: &Arc<Shared>, record: &Record) -> Result<(), ChangeError> {
     glance(shared, std::slice::from_ref(record)).await?;
-    let process = shared.process_of(record).filter(|process| shared.watch.starved(&record.vm.id, *process));
-    if process.is_none() || record.vm.paused {
+    let process = shared.process_of(record)?;
+    if !process.is_some_and(|process| shared.watch.starved(&record.vm.id, process)) || record.vm.paused {
         return Ok(());
     }
     let folder = shared.run_folder(&record.vm.id).0;
@@ -170,10 +170,13 @@ pub(crate) async fn all(shared: &Arc<Shared>) -> Result<Vec<String>, Fault> {
 /// Looks at guests that nobody looked at yet, so that a single command tells the truth, too. Where the
 /// host is kept by an agent's process, that has seen them all and this does nothing.
 pub(crate) async fn glance(shared: &Arc<Shared>, records: &[Record]) -> Result<(), Fault> {
-    let unseen = |record: &&Record| {
-        shared.process_of(record).is_some_and(|process| shared.watch.of(&record.vm.id, process).is_none())
-    };
-    let unseen: Vec<Record> = records.iter().filter(unseen).cloned().collect();
+    let mut unseen = Vec::new();
+    for record in records {
+        let process = shared.process_of(record)?;
+        if process.is_some_and(|process| shared.watch.of(&record.vm.id, process).is_none()) {
+            unseen.push(record.clone());
+        }
+    }
     if unseen.is_empty() {
         return Ok(());
     }
@@ -184,11 +187,12 @@ pub(crate) async fn glance(shared: &Arc<Shared>, records: &[Record]) -> Result<(
 }
 
 async fn running(shared: &Shared, records: Vec<Record>) -> Result<Vec<Running>, Fault> {
-    let alive = |record: Record| {
-        let process = shared.process_of(&record).filter(|_| record.vm.state == VmState::Running)?;
-        Some((shared.run_folder(&record.vm.id), record, process))
-    };
-    let alive: Vec<_> = records.into_iter().filter_map(alive).collect();
+    let mut alive = Vec::new();
+    for record in records.into_iter().filter(|record| record.vm.state == VmState::Running) {
+        if let Some(process) = shared.process_of(&record)? {
+            alive.push((shared.run_folder(&record.vm.id), record, process));
+        }
+    }
     blocking("file systems of VMs", move || {
         // Without an answer there is no reason to think that space is short.
         let with_space = |(run, record, process): (RunFolder, Record, Process)| {
