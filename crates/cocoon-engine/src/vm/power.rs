@@ -57,9 +57,9 @@ async fn up(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
 }
 
 async fn go_on(shared: &Shared, mut record: Record, process: Process) -> Result<Vm, BringUpError> {
-    if record.vm.paused || tend::is_starved(shared, &record).await {
+    if record.vm.paused || tend::is_starved(shared, &record).await? {
         capture::let_go(shared, &mut record).await?;
-        tend::is_starved(shared, &record).await;
+        tend::is_starved(shared, &record).await?;
     }
     if record.links_down {
         clone::identify_again(shared, &mut record).await?;
@@ -155,4 +155,37 @@ async fn press(run: &RunFolder, name: &str) -> Result<(), Fault> {
     let mut qmp = super::connect(run, name).await?;
     let pressed = qmp.execute("system_powerdown", serde_json::json!({})).await;
     pressed.map(drop).map_err(|error| monitor(name, "power button", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixListener, sync::Arc};
+
+    use cocoon_kit::world::RealWorld;
+
+    use super::*;
+    use crate::vm::tests::{config, running};
+
+    #[tokio::test(start_paused = true)]
+    async fn a_start_is_no_success_while_qemu_does_not_say_that_the_guest_runs() {
+        let folder = tempfile::tempdir().unwrap();
+        let shared = Shared::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
+        let (record, _runs) = running(&shared).await;
+        // It takes the connection and says nothing: QEMU hangs.
+        let _silent = UnixListener::bind(shared.run_folder(&record.vm.id).ctl()).unwrap();
+        for paused in [false, true] {
+            let wanted = Record { vm: Vm { paused, ..record.vm.clone() }, ..record.clone() };
+            shared.records.save(&wanted).await.unwrap();
+            let error = start(&shared, "vm-a").await.unwrap_err();
+            assert!(
+                matches!(error, BringUpError::Fault(_)) && error.to_string().contains("VM vm-a"),
+                "{error}"
+            );
+            assert_eq!(
+                shared.records.find("vm-a").await.unwrap(),
+                wanted,
+                "nothing is known, so nothing is noted"
+            );
+        }
+    }
 }

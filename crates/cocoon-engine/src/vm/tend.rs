@@ -19,7 +19,7 @@ use std::{
 use serde_json::json;
 use tokio::{task::JoinSet, time::timeout};
 
-use super::{Shared, blocking, guest};
+use super::{MONITOR_LIMIT, Shared, blocking, guest};
 use crate::{
     error::{ChangeError, Fault, LookupError},
     model::VmState,
@@ -254,7 +254,7 @@ async fn look(shared: &Shared, vm: Running, may_go_on: bool) -> Option<String> {
     None
 }
 
-/// Asks one QEMU, notes the answer, and acts on it. The caller has the VM's lock.
+/// Asks one QEMU, notes the answer, and acts on it. The caller has the VM's lock, and waits as long as it likes.
 async fn question(
     shared: &Shared,
     run: &RunFolder,
@@ -263,7 +263,7 @@ async fn question(
     may_go_on: bool,
 ) -> Result<Option<String>, QmpError> {
     let Some(process) = record.process else { return Ok(None) };
-    let mut qmp = Qmp::connect(&run.ctl(), ANSWER).await?;
+    let mut qmp = Qmp::connect(&run.ctl(), MONITOR_LIMIT).await?;
     let status = qmp.status().await?;
     let (now, name) = (Instant::now(), &record.vm.config.name);
     let before = shared.watch.of(&record.vm.id, process);
@@ -289,15 +289,21 @@ async fn question(
     Ok(goes_on.then(|| format!("VM {name} goes on: there is space again")))
 }
 
-/// Whether the guest stands still for want of space, asked now. The caller has the VM's lock.
-pub(crate) async fn is_starved(shared: &Shared, record: &Record) -> bool {
-    let run = shared.run_folder(&record.vm.id);
+/// Whether the guest stands still for want of space, asked now. A QEMU that does not say is an error: then nobody
+/// knows that its guest runs. The caller has the VM's lock.
+pub(crate) async fn is_starved(shared: &Shared, record: &Record) -> Result<bool, Fault> {
+    let (run, name) = (shared.run_folder(&record.vm.id), &record.vm.config.name);
     // Nothing is done about it here, so what is free does not matter.
-    let asked = timeout(ANSWER, question(shared, &run, record, 0, false)).await;
-    if !matches!(asked, Ok(Ok(_))) {
-        return false;
-    }
-    record.process.is_some_and(|process| shared.watch.starved(&record.vm.id, process))
+    let asked = timeout(MONITOR_LIMIT, question(shared, &run, record, 0, false)).await;
+    let answer = asked.unwrap_or_else(|_| Err(QmpError::Silent("query-status".into())));
+    answer.map_err(|error| {
+        let step = format!(
+            "asking QEMU of VM {name} whether its guest runs; try again, or end it with `cocoon vm stop --force \
+             {name}` and start it anew from its disk"
+        );
+        Fault::new(step, error)
+    })?;
+    Ok(record.process.is_some_and(|process| shared.watch.starved(&record.vm.id, process)))
 }
 
 /// What a VM says of itself while its guest stands still.
