@@ -14,6 +14,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use cocoon_kit::files::sync_folder;
 use rustix::fs::{Mode, OFlags};
 use tokio::net::UnixStream;
 
@@ -32,6 +33,19 @@ impl RunFolder {
     #[must_use]
     pub(crate) fn cow_base(&self) -> PathBuf {
         self.0.join("cow-base.qcow2")
+    }
+
+    /// Makes the writable disk, what lies below it and their names survive a power cut: before a record says
+    /// that they are there.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        for file in [self.cow(), self.cow_base()] {
+            match File::open(&file).and_then(|file| file.sync_all()) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(named(&file, &error)),
+                _ => {}
+            }
+        }
+        sync_folder(&self.0)?;
+        self.0.parent().map_or(Ok(()), sync_folder)
     }
 
     /// Written by QEMU's process before it becomes QEMU.

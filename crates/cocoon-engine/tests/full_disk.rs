@@ -1,4 +1,5 @@
-//! A real guest on a host whose disk fills up. Needs root, QEMU, the boot bundle and the embedded parts.
+//! A real guest on a host whose disk fills up, or whose power may be cut. Needs root, QEMU, strace, the boot
+//! bundle and the embedded parts.
 
 #![allow(clippy::unwrap_used, clippy::unwrap_in_result, clippy::panic)]
 
@@ -7,11 +8,15 @@ mod support;
 
 use std::{
     path::{Path, PathBuf},
-    process::Command,
+    process::{Child, Command},
     time::{Duration, Instant},
 };
 
-use cocoon_engine::{engine::MemoryRecipe, error::ChangeError, model::VmState};
+use cocoon_engine::{
+    engine::MemoryRecipe,
+    error::ChangeError,
+    model::{CloneIdentity, Vm, VmState},
+};
 use support::{Host, MIB, on_a_fresh_host, until};
 
 /// Numbered pieces, more than the host's disk will take, and then what came of it.
@@ -142,4 +147,70 @@ async fn a_capture_is_not_resumed(host: &Host) {
     }
     host.engine.resume("vm-a").await.unwrap();
     host.sh("vm-a", "true").await;
+}
+
+/// What this process and those it starts sync, in their order.
+struct Synced {
+    tracer: Child,
+    log: PathBuf,
+}
+
+impl Synced {
+    async fn watched(log: PathBuf) -> Self {
+        let mut strace = Command::new("strace");
+        strace.args(["-q", "-f", "-y", "-e", "trace=fsync,fdatasync", "-o"]).arg(&log);
+        let tracer = strace.args(["-p", &std::process::id().to_string()]).spawn();
+        let tracer = tracer.expect("strace is missing: apt-get install strace");
+        until("the tracer", || async {
+            let mut tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+            tasks.all(|task| {
+                let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+                !status.contains("TracerPid:\t0\n")
+            })
+        })
+        .await;
+        Self { tracer, log }
+    }
+
+    fn lines(mut self) -> Vec<String> {
+        done(Command::new("kill").args(["-TERM", &self.tracer.id().to_string()]));
+        self.tracer.wait().unwrap();
+        std::fs::read_to_string(&self.log).unwrap().lines().map(str::to_owned).collect()
+    }
+}
+
+fn done(command: &mut Command) {
+    assert!(command.status().unwrap().success(), "{command:?}");
+}
+
+/// Once a record says that a VM runs, the saved state that it woke from may go: after a power cut its disk must
+/// not be what is missing.
+#[test]
+fn the_disk_of_a_vm_is_durable_before_the_record_that_says_it_runs() {
+    on_a_fresh_host("the_disk_of_a_vm_is_durable_before_the_record_that_says_it_runs", || async {
+        let host = Host::new().await;
+        let synced = Synced::watched(host.folder.path().join("fresh")).await;
+        let vm = host.run("vm-a", 256 * MIB).await;
+        assert_order(&synced.lines(), &host.engine.config().run_dir, &vm, &["cow.qcow2"]);
+        host.engine.save("vm-a", "base", "").await.unwrap();
+        host.engine.remove("vm-a", true).await.unwrap();
+        let synced = Synced::watched(host.folder.path().join("clone")).await;
+        let vm = host.clone_of("base", "vm-b", CloneIdentity::New).await;
+        let files = ["cow.qcow2", "cow-base.qcow2"];
+        assert_order(&synced.lines(), &host.engine.config().run_dir, &vm, &files);
+        host.engine.remove("vm-b", true).await.unwrap();
+    });
+}
+
+fn assert_order(synced: &[String], folder: &Path, vm: &Vm, files: &[&str]) {
+    let record =
+        synced.iter().rposition(|line| line.contains("engine.db-wal>")).expect("the record is synced");
+    let own = folder.join(&vm.id);
+    let names = [folder.to_owned(), own.clone()];
+    for path in files.iter().map(|file| own.join(file)).chain(names) {
+        // QEMU itself syncs by another call.
+        let call = format!("<{}>", path.display());
+        let at = synced.iter().position(|line| line.contains(" fsync(") && line.contains(&call));
+        assert!(at.is_some_and(|at| at < record), "{}: {synced:#?}", path.display());
+    }
 }

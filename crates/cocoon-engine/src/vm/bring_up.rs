@@ -76,6 +76,7 @@ async fn fresh(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> 
     let cow = shared.run_folder(&record.vm.id).cow();
     shared.images.writable_disk(record.vm.config.storage, &cow).await?;
     give(&cow, record.uid()).await?;
+    kept(shared, &record).await?;
     boot(shared, &mut record).await?;
     finish(shared, record).await
 }
@@ -93,6 +94,13 @@ pub(crate) async fn folders(shared: &Shared, record: &Record) -> Result<(), Faul
 pub(crate) async fn give(path: &Path, uid: u32) -> Result<(), Fault> {
     let path = path.to_owned();
     blocking(&format!("owner of {}", path.display()), move || chown(&path, Some(uid), Some(uid))).await
+}
+
+/// Makes the VM's disk survive a power cut. The record that says that the VM runs does, and once it is written
+/// a saved state that the VM woke from may be dropped: the disk must not be the one that is missing.
+pub(crate) async fn kept(shared: &Shared, record: &Record) -> Result<(), Fault> {
+    let run = shared.run_folder(&record.vm.id);
+    blocking(&format!("disk of VM {}", record.vm.config.name), move || run.sync()).await
 }
 
 /// Links, QEMU, first answer of the guest. On an error the process may still run: the caller unwinds.

@@ -18,7 +18,7 @@ use serde_json::json;
 
 use super::{
     Shared, blocking,
-    bring_up::{attach, finish, folders, give, launched, started},
+    bring_up::{attach, finish, folders, give, kept, launched, started},
     guest, monitor,
     reserve::{check_name, fill, reserve},
     tear_down, while_alive,
@@ -136,7 +136,11 @@ async fn woken(
     let (nics, disk) = tokio::join!(attach(shared, &record), overlay(shared, &record, source));
     disk?;
     let prepared = begun.elapsed();
-    let mut qmp = loaded(shared, &mut record, nics?, source).await?;
+    // Durable before the record says so; a disk that is slow to sync does so beside QEMU's start.
+    let (of_disk, nics) = (record.clone(), nics?);
+    let (qmp, disk) = tokio::join!(loaded(shared, &mut record, nics, source), kept(shared, &of_disk));
+    let mut qmp = qmp?;
+    disk?;
     let loaded = begun.elapsed();
     let name = record.vm.config.name.clone();
     for index in 0..record.vm.network_configs.len() {
