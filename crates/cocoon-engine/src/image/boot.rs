@@ -9,6 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use cocoon_kit::files::{private_folder, sync_folder};
 use sha2::{Digest as _, Sha256};
 
 use super::{
@@ -26,11 +27,12 @@ pub(super) fn bundle_folder(hex: &str) -> String {
 /// Copies a boot file out of a layer into `boot/<hex>/`; returns its hex sha256.
 pub(super) fn keep(mut from: File, boot: &Path, hex: &str, kind: Boot) -> io::Result<String> {
     let folder = boot.join(hex);
-    cocoon_kit::files::private_folder(&folder)?;
+    private_folder(&folder)?;
     let mut temp = tempfile::NamedTempFile::new_in(&folder)?;
     let sum = copy_hashed(&mut from, &mut temp)?;
     let (_, path) = temp.keep().map_err(|error| error.error)?;
     place(&path, &folder.join(kind.file_name()))?;
+    sync_folder(boot)?;
     Ok(sum)
 }
 
@@ -70,9 +72,10 @@ pub(super) fn make_bundle(parts: &Parts, agent: &[u8], boot: &Path, temp: &Path)
     let initrd_sum = append_agent(&parts.initrd, agent, &initrd)?;
     let hex = hex::encode(Sha256::digest(format!("cocoon boot bundle\n{kernel_sum}\n{initrd_sum}\n")));
     let folder = boot.join(bundle_folder(&hex));
-    cocoon_kit::files::private_folder(&folder)?;
+    private_folder(&folder)?;
     place(&kernel, &folder.join(Boot::Kernel.file_name()))?;
     place(&initrd, &folder.join(Boot::Initrd.file_name()))?;
+    sync_folder(boot)?;
     Ok(Bundle { hex, kernel: kernel_sum, initrd: initrd_sum })
 }
 

@@ -22,7 +22,7 @@ use crate::{
 };
 
 use super::{
-    Folders, ImportOptions, MAX_LAYERS, Setuid, Store, blocking, boot, erofs,
+    Folders, ImportOptions, Lease, MAX_LAYERS, Setuid, Store, blocking, boot, erofs,
     erofs::BuildError,
     index::{Blob, Entry},
     jail, prefixed, relay,
@@ -78,17 +78,17 @@ async fn source_into(
     how: ImportOptions,
 ) -> Result<Image, ImportError> {
     check_name(name)?;
-    let _lease = store.lease().await?;
     let layers = source.layers().to_vec();
     if layers.is_empty() {
         return Err(unusable(name, "it has no layers"));
     }
+    let work = Work { store, image: name, source, setuid: how.setuid, lease: store.lease().await? };
     let mut budget = Budget::new(how.max_bytes);
     let mut joined = layers.len() > MAX_LAYERS || store.index.any_joined(&layers).await?;
     let mut blobs = Vec::new();
     if !joined {
         for (at, layer) in layers.iter().enumerate() {
-            match blob(store, name, &source, vec![at], how.setuid, &mut budget).await? {
+            match work.blob(vec![at], &mut budget).await? {
                 Built::Blob { blob, .. } => blobs.push(blob),
                 Built::NeedsLower => {
                     store.index.put_joined(layer.clone()).await?;
@@ -100,14 +100,14 @@ async fn source_into(
     }
     if joined {
         budget = Budget::new(how.max_bytes);
-        match blob(store, name, &source, (0..layers.len()).collect(), how.setuid, &mut budget).await? {
+        match work.blob((0..layers.len()).collect(), &mut budget).await? {
             Built::Blob { blob, .. } => blobs = vec![blob],
             Built::NeedsLower => return Err(unusable(name, "a layer refers to files that no layer has")),
         }
     }
-    let entry = entry(name, source.image(), &blobs)?;
+    let entry = entry(name, work.source.image(), &blobs)?;
     let image = entry.image.clone();
-    store.index.put(entry).await?;
+    store.index.put(entry, work.lease).await?;
     Ok(image)
 }
 
@@ -155,45 +155,51 @@ enum Built {
     NeedsLower,
 }
 
-/// The blob of one layer, or of several merged; built if it is not there.
-async fn blob(
-    store: &Store,
-    image: &str,
-    source: &Arc<dyn Source>,
-    layers: Vec<usize>,
+/// One import.
+struct Work<'a> {
+    store: &'a Store,
+    image: &'a str,
+    source: Arc<dyn Source>,
     setuid: Setuid,
-    budget: &mut Budget,
-) -> Result<Built, ImportError> {
-    let hex = blob_name(source.layers(), &layers);
-    let path = store.folders.locks.join(format!("blob-{}", &hex[..1]));
-    let _lock = blocking("image lock", move || Lock::acquire(&path))
-        .await?
-        .map_err(|error| Fault::new("lock of an image blob", error))?;
-    if let Some(known) = store.index.blob(&hex).await?
-        && store.folders.blob(&hex).is_file()
-    {
-        return match (&known.stripped, setuid) {
-            (Some(entry), Setuid::Refuse) => Err(ImportError::Hostile {
-                image: image.to_owned(),
-                entry: entry.clone(),
-                reason: armed_reason("setuid, setgid or file capabilities"),
-            }),
-            _ => Ok(Built::Blob { blob: known, hides: false }),
-        };
-    }
-    let job = Job { image: image.to_owned(), hex, layers, setuid, folders: Arc::clone(&store.folders) };
-    let (source, mut left) = (Arc::clone(source), *budget);
-    let (built, left) = blocking("image import", move || (job.run(source.as_ref(), &mut left), left)).await?;
-    *budget = left;
-    let built = built?;
-    if let Built::Blob { blob, hides } = &built {
-        // First, so that no blob that lost its whiteouts is ever taken for the whole layer.
-        if *hides {
-            store.index.put_joined(blob.hex.clone()).await?;
+    lease: Arc<Lease>,
+}
+
+impl Work<'_> {
+    /// The blob of one layer, or of several merged; built if it is not there.
+    async fn blob(&self, layers: Vec<usize>, budget: &mut Budget) -> Result<Built, ImportError> {
+        let (store, hex) = (self.store, blob_name(self.source.layers(), &layers));
+        let path = store.folders.locks.join(format!("blob-{}", &hex[..1]));
+        let lock = blocking("image lock", move || Lock::acquire(&path))
+            .await?
+            .map_err(|error| Fault::new("lock of an image blob", error))?;
+        let known = store.index.blob(&hex).await?.filter(|known| store.folders.blob(&known.hex).is_file());
+        if let Some(known) = known.clone().filter(|known| store.folders.has_boot_files_of(known)) {
+            return match (&known.stripped, self.setuid) {
+                (Some(entry), Setuid::Refuse) => Err(ImportError::Hostile {
+                    image: self.image.to_owned(),
+                    entry: entry.clone(),
+                    reason: armed_reason("setuid, setgid or file capabilities"),
+                }),
+                _ => Ok(Built::Blob { blob: known, hides: false }),
+            };
         }
-        store.index.put_blob(blob.clone()).await?;
+        let (image, folders) = (self.image.to_owned(), Arc::clone(&store.folders));
+        let job = Job { image, hex, layers, setuid: self.setuid, folders, disk: known };
+        let (source, mut left, lease) = (Arc::clone(&self.source), *budget, Arc::clone(&self.lease));
+        // Lock and lease end with the work: whoever waits for it may go away meanwhile.
+        let work = move || (job.run(source.as_ref(), &mut left), left, lock, lease);
+        let (built, left, _lock, _lease) = blocking("image import", work).await?;
+        *budget = left;
+        let built = built?;
+        if let Built::Blob { blob, hides } = &built {
+            // First, so that no blob that lost its whiteouts is ever taken for the whole layer.
+            if *hides {
+                store.index.put_joined(blob.hex.clone()).await?;
+            }
+            store.index.put_blob(blob.clone()).await?;
+        }
+        Ok(built)
     }
-    Ok(built)
 }
 
 fn blob_name(all: &[String], layers: &[usize]) -> String {
@@ -216,6 +222,8 @@ struct Job {
     layers: Vec<usize>,
     setuid: Setuid,
     folders: Arc<Folders>,
+    /// Its disk is there and only boot files are not: snapshots may rely on these very bytes, so it stays.
+    disk: Option<Blob>,
 }
 
 impl Job {
@@ -226,7 +234,9 @@ impl Job {
             .map_err(|error| self.fault("a folder for its layers", error))?;
         let work = || self.build(folder.path(), source, budget);
         let built = jail::inside(folder.path(), work).map_err(|error| self.fault("unpacking", error))??;
-        if let Built::Blob { blob, .. } = &built {
+        if let Built::Blob { blob, .. } = &built
+            && self.disk.is_none()
+        {
             // Outside the fence: a rename does not cross from one mount to another.
             super::files::place(&disk_in(folder.path()), &self.folders.blob(&blob.hex))
                 .map_err(|error| self.fault("its disk", error))?;
@@ -270,8 +280,12 @@ impl Job {
     fn finish(&self, folder: &Path, root: &Path, mut unpacker: Unpacker) -> Result<Built, ImportError> {
         let kernel = self.keep(&mut unpacker, Boot::Kernel)?;
         let initrd = self.keep(&mut unpacker, Boot::Initrd)?;
-        let (size, content) =
-            erofs::build(root, &disk_in(folder), &self.hex).map_err(|error| self.build_error(error))?;
+        let (size, content) = match &self.disk {
+            Some(disk) => (disk.size, disk.content.clone()),
+            None => {
+                erofs::build(root, &disk_in(folder), &self.hex).map_err(|error| self.build_error(error))?
+            }
+        };
         let stripped = unpacker.stripped().map(ToOwned::to_owned);
         let blob = Blob { hex: self.hex.clone(), content, size, kernel, initrd, stripped };
         Ok(Built::Blob { blob, hides: unpacker.hides() })
@@ -314,5 +328,100 @@ impl Job {
             }
             _ => Fault::new(step, error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Read,
+        sync::{Mutex, mpsc},
+        time::Duration,
+    };
+
+    use rustix::fs::FlockOperation;
+
+    use super::*;
+    use crate::db::Db;
+
+    /// One layer, whose reader says that it is asked and then waits.
+    struct Blocking {
+        layers: Vec<String>,
+        asked: mpsc::Sender<()>,
+        go_on: Mutex<mpsc::Receiver<()>>,
+    }
+
+    impl Source for Blocking {
+        fn image(&self) -> &str {
+            &self.layers[0]
+        }
+
+        fn layers(&self) -> &[String] {
+            &self.layers
+        }
+
+        fn open(&self, _: usize) -> io::Result<Box<dyn Read + Send + '_>> {
+            self.asked.send(()).unwrap();
+            self.go_on.lock().unwrap().recv().unwrap();
+            Err(io::Error::other("that was all"))
+        }
+    }
+
+    type Ends = (Arc<dyn Source>, mpsc::Receiver<()>, mpsc::Sender<()>);
+
+    fn source() -> Ends {
+        let ((asked, is_asked), (let_go, go_on)) = (mpsc::channel(), mpsc::channel());
+        let source = Blocking { layers: vec!["ab".repeat(32)], asked, go_on: Mutex::new(go_on) };
+        (Arc::new(source), is_asked, let_go)
+    }
+
+    async fn heard(asked: mpsc::Receiver<()>) -> mpsc::Receiver<()> {
+        tokio::task::spawn_blocking(move || {
+            asked.recv().unwrap();
+            asked
+        })
+        .await
+        .unwrap()
+    }
+
+    /// Starts an import and gives it up once its layer is read.
+    async fn given_up(store: &Store) -> mpsc::Sender<()> {
+        let (source, asked, let_go) = source();
+        let importing = {
+            let store = store.clone();
+            tokio::spawn(async move { source_into(&store, "it", source, ImportOptions::default()).await })
+        };
+        let _asked = heard(asked).await;
+        importing.abort();
+        assert!(importing.await.unwrap_err().is_cancelled());
+        let_go
+    }
+
+    #[tokio::test]
+    async fn an_import_that_is_given_up_keeps_its_blob_and_the_store_until_its_work_has_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let db = Db::open(&folder.path().join("engine.db")).unwrap();
+        let store = Store::open(folder.path(), db.clone()).await.unwrap();
+        let let_go = given_up(&store).await;
+        assert!(store.lock(FlockOperation::NonBlockingLockExclusive).unwrap().is_none(), "it is not quiet");
+        let temp = store.folders.temp.clone();
+        assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 1);
+        // Neither does a second engine take what is half made away, nor does a second import build it too.
+        let other = Store::open(folder.path(), db).await.unwrap();
+        assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 1);
+        let (source, asked, second_goes_on) = source();
+        let second = tokio::spawn(async move {
+            source_into(&other, "it", source, ImportOptions::default()).await.unwrap_err()
+        });
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(asked.try_recv().is_err(), "the second reads the same layer beside the first");
+        let_go.send(()).unwrap();
+        let _asked = heard(asked).await;
+        assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 1, "the first took its folder away");
+        second_goes_on.send(()).unwrap();
+        second.await.unwrap();
+        let quiet = store.quiet().await.unwrap();
+        assert_eq!(std::fs::read_dir(&temp).unwrap().count(), 0);
+        drop(quiet);
     }
 }

@@ -106,11 +106,13 @@ impl Index {
         Ok(first)
     }
 
-    /// Stores an image, replacing the one of that name.
-    pub(super) async fn put(&self, new: Entry) -> Result<(), Fault> {
+    /// Stores an image, replacing the one of that name. `held` is kept until that is done, also when nobody
+    /// waits for it any more.
+    pub(super) async fn put(&self, new: Entry, held: impl Send + 'static) -> Result<(), Fault> {
         let step = format!("record image {}", new.image.name);
         self.db
             .call(&step, move |connection| {
+                let _held = held;
                 connection.execute(
                     "INSERT OR REPLACE INTO images VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
                     params![

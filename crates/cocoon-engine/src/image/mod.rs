@@ -172,6 +172,17 @@ impl Folders {
     fn boot_file(&self, owner: &str, kind: Boot) -> PathBuf {
         self.boot.join(owner).join(kind.file_name())
     }
+
+    /// Whether each boot file that the row names is there: a row says what was made, not what is left.
+    fn has_boot_files_of(&self, blob: &index::Blob) -> bool {
+        let named = [(&blob.kernel, Boot::Kernel), (&blob.initrd, Boot::Initrd)];
+        named.iter().all(|(digest, kind)| digest.is_none() || self.boot_file(&blob.hex, *kind).is_file())
+    }
+
+    fn has_bundle(&self, hex: &str) -> bool {
+        let folder = boot::bundle_folder(hex);
+        [Boot::Kernel, Boot::Initrd].iter().all(|kind| self.boot_file(&folder, *kind).is_file())
+    }
 }
 
 impl Store {
@@ -271,7 +282,7 @@ impl Store {
         let (kernel, initrd) = if let (Some(kernel), Some(initrd)) = (&entry.kernel, &entry.initrd) {
             (self.own(&entry, kernel, Boot::Kernel).await?, self.own(&entry, initrd, Boot::Initrd).await?)
         } else {
-            let made = self.bundle(bundle, embed::guest_agent()).await?;
+            let made = self.bundle(bundle, embed::guest_agent(), &lease).await?;
             blob_ids.insert(made.hex.clone());
             self.bundle_files(&made)
         };
@@ -283,7 +294,7 @@ impl Store {
             kernel_digest: prefixed(&kernel.0),
             initrd_digest: prefixed(&initrd.0),
             blob_ids,
-            _lease: Arc::new(lease),
+            _lease: lease,
         })
     }
 
@@ -308,7 +319,7 @@ impl Store {
             blob_ids.insert(found.hex.clone());
             layers.push(self.layer(&found));
         }
-        let (kernel, initrd) = self.recorded_boot_files(recorded, bundle, &mut blob_ids).await?;
+        let (kernel, initrd) = self.recorded_boot_files(recorded, bundle, &mut blob_ids, &lease).await?;
         Ok(BootSet {
             image: self.recorded_image(recorded).await?,
             layers,
@@ -317,7 +328,7 @@ impl Store {
             kernel_digest: recorded.kernel.clone(),
             initrd_digest: recorded.initrd.clone(),
             blob_ids,
-            _lease: Arc::new(lease),
+            _lease: lease,
         })
     }
 
@@ -342,7 +353,7 @@ impl Store {
     /// this first and then finds out what is needed: a VM that starts in between would be missed.
     pub async fn quiet(&self) -> Result<Quiet, Fault> {
         let alone = self.take(FlockOperation::NonBlockingLockExclusive, COLLECT_WAIT).await?;
-        Ok(Quiet { store: self.clone(), _alone: alone })
+        Ok(Quiet { store: self.clone(), alone: Arc::new(alone) })
     }
 
     async fn layers(&self, entry: &Entry) -> Result<Vec<Layer>, BringUpError> {
@@ -376,7 +387,12 @@ impl Store {
         }
     }
 
-    async fn bundle(&self, folder: &Path, agent: Option<&'static [u8]>) -> Result<Bundle, BringUpError> {
+    async fn bundle(
+        &self,
+        folder: &Path,
+        agent: Option<&'static [u8]>,
+        lease: &Arc<Lease>,
+    ) -> Result<Bundle, BringUpError> {
         let missing =
             |what: String, remedy: &str| BringUpError::HostMissing { what, remedy: remedy.to_owned() };
         let agent =
@@ -389,14 +405,14 @@ impl Store {
         let (of, folders) = (parts.clone(), Arc::clone(&self.folders));
         let stamp = blocking("boot bundle", move || of.stamp(agent)).await?.map_err(fault)?;
         if let Some(known) = self.index.bundle_by_stamp(stamp.clone()).await?
-            && self.folders.boot_file(&boot::bundle_folder(&known.hex), Boot::Initrd).is_file()
+            && self.folders.has_bundle(&known.hex)
         {
             return Ok(known);
         }
-        let made =
-            blocking("boot bundle", move || boot::make_bundle(&parts, agent, &folders.boot, &folders.temp))
-                .await?
-                .map_err(fault)?;
+        let lease = Arc::clone(lease);
+        let making = move || (boot::make_bundle(&parts, agent, &folders.boot, &folders.temp), lease);
+        let (made, _lease) = blocking("boot bundle", making).await?;
+        let made = made.map_err(fault)?;
         self.index.put_bundle(made.clone(), stamp).await?;
         Ok(made)
     }
@@ -412,9 +428,11 @@ impl Store {
         recorded: &RecordedBoot,
         bundle: &Path,
         blob_ids: &mut BTreeSet<String>,
+        lease: &Arc<Lease>,
     ) -> Result<(PathBuf, PathBuf), BringUpError> {
         let (kernel, initrd) = (bare(&recorded.kernel), bare(&recorded.initrd));
-        let mut found = self.index.bundle_by_files(kernel, initrd).await?;
+        let known = self.index.bundle_by_files(kernel, initrd).await?;
+        let mut found = known.clone().filter(|made| self.folders.has_bundle(&made.hex));
         if found.is_none() {
             let owners = (
                 self.index.bringer(Boot::Kernel, kernel).await?,
@@ -428,8 +446,9 @@ impl Store {
                 blob_ids.extend([of_kernel, of_initrd]);
                 return Ok(files);
             }
-            let today = self.bundle(bundle, embed::guest_agent()).await.ok();
-            found = today.filter(|made| made.kernel == kernel && made.initrd == initrd);
+            let today = self.bundle(bundle, embed::guest_agent(), lease).await.ok();
+            // A guest that goes on needs no kernel file: one that is lost does not keep it from waking.
+            found = today.filter(|made| made.kernel == kernel && made.initrd == initrd).or(known);
         }
         let made = found.ok_or_else(|| missing(recorded, "kernel and initrd", &recorded.kernel))?;
         let (kernel, initrd) = self.bundle_files(&made);
@@ -463,8 +482,8 @@ impl Store {
     }
 
     /// A shared lease; waits for a running [`Store::collect`], which is short.
-    async fn lease(&self) -> Result<Lease, Fault> {
-        self.take(FlockOperation::NonBlockingLockShared, Duration::from_secs(60)).await
+    async fn lease(&self) -> Result<Arc<Lease>, Fault> {
+        self.take(FlockOperation::NonBlockingLockShared, Duration::from_secs(60)).await.map(Arc::new)
     }
 
     async fn take(&self, how: FlockOperation, limit: Duration) -> Result<Lease, Fault> {
@@ -492,7 +511,7 @@ impl Store {
 #[derive(Debug)]
 pub struct Quiet {
     store: Store,
-    _alone: Lease,
+    alone: Arc<Lease>,
 }
 
 impl Quiet {
@@ -502,8 +521,10 @@ impl Quiet {
         for entry in self.store.index.all().await? {
             keep.extend(entry.blobs.into_iter().chain(entry.kernel).chain(entry.initrd));
         }
-        let folders = Arc::clone(&self.store.folders);
+        let (folders, alone) = (Arc::clone(&self.store.folders), Arc::clone(&self.alone));
         let gone = blocking("image gc", move || -> io::Result<Vec<String>> {
+            // Ends with the work, whether or not somebody still waits for it.
+            let _alone = alone;
             empty(&folders.temp)?;
             let mut gone = sweep(&folders.blobs, &keep, |name| name.strip_suffix(".erofs"))?;
             gone.extend(sweep(&folders.boot, &keep, |name| {
