@@ -447,6 +447,56 @@ async fn gc_takes_what_no_image_and_no_caller_needs() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_import_brings_back_boot_files_that_were_lost_and_leaves_the_disk_alone() {
+    let host = Host::new().await;
+    let layer = [host.layer("a.tar", &[("a", "a"), ("vmlinuz", "k"), ("initrd.img", "i")])];
+    let whole = host.store.import("x", &layer).await.unwrap();
+    let set = host.store.boot_set("x", Path::new("/")).await.unwrap();
+    let disk = fs::metadata(&set.layers[0].path).unwrap().ino();
+    let (recorded, files) = (set.recorded(), [set.kernel.clone(), set.initrd.clone()]);
+    let folder = files[0].parent().unwrap().to_owned();
+    drop(set);
+    for lost in [vec![&files[0]], vec![&files[1]], files.iter().collect()] {
+        for file in lost {
+            fs::remove_file(file).unwrap();
+        }
+        // Nor is the folder itself needed.
+        let _ = fs::remove_dir(&folder);
+        let error = host.store.boot_set("x", Path::new("/")).await.unwrap_err();
+        let said = cocoon_kit::failure::chain(&error);
+        assert!(said.contains("import the image again"), "{said}");
+        let again = host.store.import("x", &layer).await.unwrap();
+        assert_eq!((&again.id, again.size), (&whole.id, whole.size));
+        let set = host.store.boot_set("x", Path::new("/")).await.unwrap();
+        assert_eq!(set.recorded(), recorded);
+        assert_eq!(files.each_ref().map(|file| fs::read(file).unwrap()), [b"k", b"i"]);
+        assert_eq!(fs::metadata(&set.layers[0].path).unwrap().ino(), disk, "snapshots rely on its bytes");
+    }
+    assert!(temp_is_empty(&host));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn boot_files_of_a_bundle_that_were_lost_are_made_again() {
+    let host = Host::new().await;
+    let layer = host.layer("a.tar", &[("a", "a")]);
+    host.store.import("x", &[layer]).await.unwrap();
+    let first = host.store.boot_set("x", &host.bundle()).await.unwrap();
+    for lost in [&first.kernel, &first.initrd] {
+        for from_snapshot in [false, true] {
+            fs::remove_file(lost).unwrap();
+            let bundle = host.path("bundle");
+            let set = if from_snapshot {
+                host.store.boot_set_by_digests(&first.recorded(), &bundle).await.unwrap()
+            } else {
+                host.store.boot_set("x", &bundle).await.unwrap()
+            };
+            assert_eq!(set.recorded(), first.recorded());
+            assert!(set.kernel.is_file() && set.initrd.is_file());
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn gc_waits_for_whoever_is_about_to_use_blobs() {
     let host = Host::new().await;
     let layer = host.layer("a.tar", &[("vmlinuz", "k"), ("initrd.img", "i")]);
