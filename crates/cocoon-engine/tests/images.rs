@@ -496,6 +496,25 @@ async fn boot_files_of_a_bundle_that_were_lost_are_made_again() {
     }
 }
 
+/// Needs root, as all of these do: a small tmpfs is the only honest full disk.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_whose_disk_finds_no_space_is_refused_with_the_way_out() {
+    let host = Host::new().await;
+    let noise: String = (0..400_000_u32).map(|at| format!("{:08x}", at.wrapping_mul(0x9e37_79b1))).collect();
+    let layer = host.layer("a.tar", &[("noise", &noise)]);
+    let (temp, size) = (host.path("root/oci/temp"), "size=4700k");
+    // The tree has room, its disk beside it has not.
+    run("mount", &["-t", "tmpfs", "-o", size, "tmpfs", temp.to_str().unwrap()]);
+    let failed = host.store.import("x", &[layer]).await;
+    let left = fs::read_dir(&temp).unwrap().count();
+    run("umount", &["-l", temp.to_str().unwrap()]);
+    let said = cocoon_kit::failure::chain(&failed.unwrap_err());
+    for part in ["image x: mkfs.erofs", "is full", "--root-dir"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert_eq!(left, 0);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn gc_waits_for_whoever_is_about_to_use_blobs() {
     let host = Host::new().await;

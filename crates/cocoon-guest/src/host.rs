@@ -178,7 +178,9 @@ impl Channel {
     }
 }
 
-/// How every error of our agent about an identity begins; others mean it does not know the frame.
+/// How every error of our agent about an identity begins; others mean it does not know the frame. It is part of
+/// the wire format: an error frame has nothing but its message, a foreign agent says in words alone that it does
+/// not know a frame, and the agents inside stored snapshots go on saying it like this.
 pub(crate) const IDENTITY_PREFIX: &str = "identity: ";
 
 fn append(into: &mut Vec<u8>, data: &[u8]) {

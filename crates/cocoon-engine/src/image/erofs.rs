@@ -12,9 +12,16 @@ use std::{
     process::{Command, Stdio},
 };
 
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    io::Errno,
+};
 use uuid::Uuid;
 
 use super::files::hash;
+
+/// Least room that a failed build must have left, so that it was not for want of space.
+const ROOM: u64 = 1 << 20;
 
 /// Why a disk could not be built.
 #[derive(Debug)]
@@ -47,8 +54,8 @@ pub(super) fn build(tree: &Path, out: &Path, digest: &str) -> Result<(u64, Strin
     if !done.status.success() {
         let said = String::from_utf8_lossy(&done.stderr);
         let tail = said.trim().lines().last().unwrap_or("no message");
-        if tail.contains("No space left") {
-            return Err(BuildError::Io(io::ErrorKind::StorageFull.into()));
+        if let Err(full) = grow(out) {
+            return Err(BuildError::Io(full));
         }
         return Err(BuildError::Failed(format!("{}: {tail}", done.status)));
     }
@@ -57,4 +64,15 @@ pub(super) fn build(tree: &Path, out: &Path, digest: &str) -> Result<(u64, Strin
     let size = file.metadata().map_err(BuildError::Io)?.len();
     let sum = hash(&mut file.take(u64::MAX)).map_err(BuildError::Io)?;
     Ok((size, sum))
+}
+
+/// Makes what a failed build left longer: whether there is no space is the file system's to say, not to be read
+/// from another program's words. Any other answer says nothing.
+fn grow(out: &Path) -> io::Result<()> {
+    let Ok(file) = File::options().append(true).open(out) else { return Ok(()) };
+    let Ok(found) = file.metadata() else { return Ok(()) };
+    match fallocate(&file, FallocateFlags::empty(), found.len(), ROOM) {
+        Err(error @ (Errno::NOSPC | Errno::DQUOT)) => Err(error.into()),
+        _ => Ok(()),
+    }
 }
