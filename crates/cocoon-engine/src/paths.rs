@@ -60,7 +60,9 @@ impl RunFolder {
         self.0.join("ctl.sock")
     }
 
-    /// The monitor for whoever holds `events.lock`.
+    /// The second monitor, for one who watches what QEMU says unasked while others command on [`Self::ctl`].
+    /// Nobody connects to it in this release, whose upkeep asks on the first; it is there so that a VM that
+    /// was started today, and outlives this program, can be watched by a later one.
     #[must_use]
     pub(crate) fn events(&self) -> PathBuf {
         self.0.join("events.sock")

@@ -58,7 +58,7 @@ pub(crate) struct Wiring {
     pub(crate) boot: Option<BootWiring>,
     /// Console log, open for appending.
     pub(crate) console: RawFd,
-    /// Listening sockets of the two monitors.
+    /// Listening sockets of the two monitors: for commands, and for one who only watches.
     pub(crate) monitors: [RawFd; 2],
     /// Listening sockets of the guest ports.
     pub(crate) ports: [RawFd; GUEST_PORTS],
