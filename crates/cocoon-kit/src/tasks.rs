@@ -5,10 +5,12 @@
 //! Invariants: no task of a group outlives [`Tasks::shutdown`]; a shutdown has a limit, after which
 //! what is left is aborted and named.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{error::Error, future::Future, sync::Arc, time::Duration};
 
 use tokio::{sync::Mutex, task::JoinSet};
 use tokio_util::sync::CancellationToken;
+
+use crate::failure::chain;
 
 /// What the end of a task means for its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +20,9 @@ pub enum Kind {
     /// Its end is logged and changes nothing else.
     Helper,
 }
+
+/// Why a task failed: any error, its causes attached.
+pub type Failure = Box<dyn Error + Send + Sync>;
 
 /// A group of tasks that ends together. Cheap to clone; all clones are the same group.
 #[derive(Debug, Clone, Default)]
@@ -43,7 +48,7 @@ impl Tasks {
     /// Starts `future` as a task of this group. Errors are logged under `name`.
     pub async fn spawn<F>(&self, name: &'static str, kind: Kind, future: F)
     where
-        F: Future<Output = anyhow::Result<()>> + Send + 'static,
+        F: Future<Output = Result<(), Failure>> + Send + 'static,
     {
         let (token, failure) = (self.token.clone(), self.failure.clone());
         let guard = EndGuard { name, kind, token: token.clone(), failure: failure.clone() };
@@ -59,9 +64,10 @@ impl Tasks {
                     tracing::error!(task = name, "a vital task ended");
                 }
                 Err(error) => {
-                    tracing::error!(task = name, error = format!("{error:#}"), "task failed");
+                    let error = chain(error.as_ref());
+                    tracing::error!(task = name, error, "task failed");
                     if kind == Kind::Vital {
-                        let _ = failure.set(format!("task {name} failed: {error:#}"));
+                        let _ = failure.set(format!("task {name} failed: {error}"));
                     }
                 }
             }
@@ -112,16 +118,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_vital_task_that_fails_ends_the_group_and_is_named() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("no luck")]
+        struct NoLuck(#[source] std::fmt::Error);
+
         let tasks = Tasks::new();
-        tasks.spawn("one", Kind::Vital, async { anyhow::bail!("no luck") }).await;
-        assert_eq!(tasks.ended().await.as_deref(), Some("task one failed: no luck"));
+        tasks.spawn("one", Kind::Vital, async { Err(NoLuck(std::fmt::Error).into()) }).await;
+        let cause = std::fmt::Error;
+        assert_eq!(tasks.ended().await, Some(format!("task one failed: no luck: {cause}")));
         assert!(tasks.shutdown(Duration::from_secs(1)).await);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_helper_that_fails_leaves_the_group_running() {
         let tasks = Tasks::new();
-        tasks.spawn("two", Kind::Helper, async { anyhow::bail!("no luck") }).await;
+        tasks.spawn("two", Kind::Helper, async { Err("no luck".into()) }).await;
         tokio::time::sleep(Duration::from_secs(1)).await;
         assert!(!tasks.token().is_cancelled());
     }

@@ -22,7 +22,7 @@ use anyhow::{Context as _, bail};
 use clap::Args;
 use cocoon_engine::engine::{Engine, EngineConfig, MemoryRecipe};
 use cocoon_kit::{
-    tasks::{Kind, Tasks},
+    tasks::{Failure, Kind, Tasks},
     world::{RealWorld, World},
 };
 use cocoon_net::config::NetworkConfig;
@@ -251,7 +251,8 @@ async fn open_plane(
 
 async fn serve_plane(tasks: &Tasks, plane: &Plane, listener: TcpListener, credentials: &Credentials) {
     let (server, tls, token) = (plane.clone(), Arc::clone(&credentials.api), tasks.token());
-    let serve = async move { server.serve(listener, tls, token).await.context("the Kubernetes API's port") };
+    let serve =
+        async move { Ok(server.serve(listener, tls, token).await.context("the Kubernetes API's port")?) };
     tasks.spawn("api", Kind::Vital, serve).await;
     // Before the controllers: they put it into each namespace.
     plane.publish_authority(credentials.authority());
@@ -287,7 +288,7 @@ async fn start_operator(tasks: &Tasks, plane: &Plane, registry: &Arc<OciLayout>,
 }
 
 /// Removes blobs that no tag needs, at the start and again and again; younger ones may belong to a push.
-async fn collect_blobs(layout: Arc<OciLayout>, ended: CancellationToken) -> anyhow::Result<()> {
+async fn collect_blobs(layout: Arc<OciLayout>, ended: CancellationToken) -> Result<(), Failure> {
     const EVERY: Duration = Duration::from_secs(600);
     let mut said = String::new();
     loop {
