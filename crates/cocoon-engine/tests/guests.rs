@@ -443,8 +443,8 @@ fn what_a_kill_leaves_is_taken_down_by_the_next_engine() {
     });
 }
 
-/// No law: the other process of the test above.
 #[test]
+#[ignore = "no test: the other process of the one above, which starts it"]
 fn runs_a_vm_for_another_test() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(support::run_for_another_test());
