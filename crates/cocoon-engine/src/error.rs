@@ -63,7 +63,10 @@ pub enum BringUpError {
     #[error("image {0:?} not resolved; import it with `cocoon image import {0} FILE`")]
     ImageNotResolved(String),
     /// The snapshot does not fit this host.
-    #[error("snapshot {snapshot} is incompatible: it has {theirs}, this host has {ours}")]
+    #[error(
+        "snapshot {snapshot} is incompatible: it has {theirs}, this host has {ours}; clone it on a host that has \
+         what it has, or bring this host to that"
+    )]
     SnapshotIncompatible {
         /// Which snapshot.
         snapshot: String,

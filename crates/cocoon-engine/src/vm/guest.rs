@@ -20,7 +20,9 @@ use crate::{
 #[non_exhaustive]
 pub(crate) enum PortError {
     /// All ports are in use.
-    #[error("all guest ports are in use")]
+    #[error(
+        "all {GUEST_PORTS} guest ports are in use; end another session with this guest (`cocoon vm exec`), then try again"
+    )]
     Busy,
     /// The socket or the lock file.
     #[error("guest port")]

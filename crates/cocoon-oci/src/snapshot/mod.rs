@@ -214,7 +214,10 @@ pub struct Facts {
 #[non_exhaustive]
 pub enum PushError {
     /// The tag points to something that this pusher neither wrote nor woke from.
-    #[error("{repository}:{tag} was moved by somebody else (now {found})")]
+    #[error(
+        "{repository}:{tag} was moved by somebody else (now {found}) and is left as it is; look whose it is, \
+         and if nobody needs it delete the tag, then push again"
+    )]
     TagMoved {
         /// Repository.
         repository: String,
