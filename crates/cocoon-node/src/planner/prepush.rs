@@ -15,15 +15,25 @@ use crate::{
     record::{OwnerRecord, Phase},
 };
 
-/// Before the guest is paused: whether its bulk goes ahead. Not knowing how long the push takes means no.
+/// Before the guest is paused: whether its bulk goes ahead. Without a measured push nobody knows how long one
+/// takes, which means no; a capture whose size cannot be read may have any, and counts as large: the guest
+/// must not be paused for it.
 pub(super) fn first(o: &Observation, record: &OwnerRecord) -> Option<Step> {
     if o.prepushed || !o.registry {
         return None;
     }
     match &o.push_time {
         Seen::Unknown => Some(Step::Look(Look::PushTime)),
-        Seen::Known(Some(time)) if *time > long(o) => Some(note(record, Phase::Prepushing)),
-        Seen::Known(_) | Seen::Failed(_) => None,
+        _ if is_long(o) => Some(note(record, Phase::Prepushing)),
+        _ => None,
+    }
+}
+
+fn is_long(o: &Observation) -> bool {
+    match &o.push_time {
+        Seen::Known(Some(time)) => *time > long(o),
+        Seen::Failed(_) => true,
+        Seen::Known(None) | Seen::Unknown => false,
     }
 }
 
@@ -45,10 +55,10 @@ fn try_plan(o: &Observation, wish: &Wish, record: &OwnerRecord) -> Result<Step, 
     let running = phase == Some(VmPhase::Running);
     if running && wish.hibernate && !o.prepushed {
         return Ok(match &o.push_time {
-            Seen::Known(Some(time)) if *time > long(o) => Step::Prepush(Box::new(request(wish, record))),
             Seen::Unknown => Step::Look(Look::PushTime),
+            _ if is_long(o) => Step::Prepush(Box::new(request(wish, record))),
             // Another process began this and nobody knows any more whether it is worth while.
-            Seen::Known(_) | Seen::Failed(_) => finish(o, wish, note(record, hibernate::fresh_round())),
+            _ => finish(o, wish, note(record, hibernate::fresh_round())),
         });
     }
     let next = match phase {

@@ -1,6 +1,6 @@
 //! VMs and local snapshots, by our own engine in this process.
 
-use std::{os::unix::fs::MetadataExt as _, path::PathBuf};
+use std::{io, os::unix::fs::MetadataExt as _, path::PathBuf};
 
 use async_trait::async_trait;
 use cocoon_engine::{
@@ -116,7 +116,7 @@ impl Upkeep for EnginePort {
         let vms = self.engine.list().await.map_err(|error| lookup("listing VMs", error))?;
         let disks = vms.into_iter().flat_map(|vm| vm.storage_configs).filter(|disk| !disk.ro);
         let paths: Vec<PathBuf> = disks.map(|disk| disk.path.into()).collect();
-        Ok(tokio::task::spawn_blocking(move || allocated(&paths)).await.unwrap_or_default())
+        allocated("counting what the VMs' disks take", paths).await
     }
 }
 
@@ -147,11 +147,21 @@ impl Snapshots for EnginePort {
     }
 }
 
-/// Bytes that files really take; a file that is gone takes none.
-pub(super) fn allocated(paths: &[PathBuf]) -> u64 {
+/// Bytes that files really take. A file that is gone takes none; one that cannot be looked at may take any number,
+/// which is an error and never nothing.
+pub(super) async fn allocated(what: &str, paths: Vec<PathBuf>) -> PortResult<u64> {
     const BLOCK: u64 = 512;
-    let blocks = |path: &PathBuf| std::fs::metadata(path).map_or(0, |facts| facts.blocks());
-    paths.iter().map(blocks).sum::<u64>().saturating_mul(BLOCK)
+    let blocks = |path: PathBuf| match std::fs::metadata(&path) {
+        Ok(facts) => Ok(facts.blocks()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(io::Error::new(error.kind(), format!("{}: {error}", path.display()))),
+    };
+    let count = move || paths.into_iter().map(blocks).sum::<io::Result<u64>>();
+    let counted =
+        tokio::task::spawn_blocking(count).await.map_err(io::Error::other).and_then(|counted| counted);
+    counted
+        .map(|blocks| blocks.saturating_mul(BLOCK))
+        .map_err(|error| PortError::caused(Reason::EngineUnavailable, what, error))
 }
 
 fn vm_view(vm: Vm) -> VmView {
@@ -246,14 +256,24 @@ mod tests {
         assert_eq!(shown(false).starved, None);
     }
 
-    #[test]
-    fn a_disk_counts_with_what_it_takes_not_with_its_size() {
+    #[tokio::test]
+    async fn a_disk_counts_with_what_it_takes_not_with_its_size() {
         let folder = tempfile::tempdir().unwrap();
         let [sparse, full, gone] = ["sparse", "full", "gone"].map(|name| folder.path().join(name));
         std::fs::File::create(&sparse).unwrap().set_len(1 << 30).unwrap();
         std::fs::write(&full, vec![1_u8; 1 << 20]).unwrap();
         std::fs::File::open(&full).unwrap().sync_all().unwrap();
-        let used = allocated(&[sparse, full, gone]);
+        let used = allocated("counting", vec![sparse, full, gone]).await.unwrap();
         assert!((1 << 20..2 << 20).contains(&used), "{used}");
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_cannot_be_looked_at_is_an_error_that_names_it_and_never_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        std::fs::write(&file, [1]).unwrap();
+        let below = file.join("disk");
+        let error = allocated("counting", vec![file, below.clone()]).await.unwrap_err();
+        assert!(error.trouble().message.contains(&below.display().to_string()), "{error:?}");
     }
 }

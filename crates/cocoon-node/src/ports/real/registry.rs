@@ -115,7 +115,7 @@ impl Registry for ArtifactRegistry {
         };
         let options = PushOptions { annotations, base_image, tag_guard, ..PushOptions::default() };
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
-        let raw = tokio::task::spawn_blocking(move || allocated(&paths)).await.unwrap_or_default();
+        let raw = allocated(&format!("counting what snapshot {name} takes"), paths).await?;
         let under_way = UnderWay { throughput: &self.throughput, raw, begun: Instant::now() };
         let pushed =
             snapshot::push(self.store.as_ref(), &repository, &tag, &envelope, &files, &options).await;
