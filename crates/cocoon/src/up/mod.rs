@@ -157,7 +157,8 @@ async fn open(args: &UpArgs, folder: &DataFolder) -> anyhow::Result<Opened> {
     let plane = open_plane(folder, &credentials, &world).await?;
     let engine = Engine::open(engine_config(args, folder, &network), Arc::clone(&world)).await?;
     let records = folder.join("node.db");
-    let ports = cocoon_node::ports::real::in_folder(engine.clone(), &registry, &network, &records)
+    let clock = Arc::clone(&world);
+    let ports = cocoon_node::ports::real::in_folder(engine.clone(), &registry, &network, &records, clock)
         .context("opening the node's records")?;
     let kubeconfig = folder.join("kubeconfig");
     Ok(Opened {

@@ -15,6 +15,7 @@ mod taps;
 use std::{path::Path, sync::Arc};
 
 use cocoon_engine::engine::Engine;
+use cocoon_kit::world::World;
 use cocoon_net::config::NetworkConfig;
 use cocoon_oci::{layout::OciLayout, registry::Registry};
 
@@ -31,8 +32,9 @@ pub fn ports(
     registry: Arc<dyn Registry>,
     network: &NetworkConfig,
     records: &Path,
+    world: Arc<dyn World>,
 ) -> Result<Ports, PortError> {
-    assemble(engine, Some(registry), network, records)
+    assemble(engine, Some(registry), network, records, world)
 }
 
 /// Like [`ports`], with a registry in this folder, where what comes is noticed at once.
@@ -41,8 +43,9 @@ pub fn in_folder(
     folder: &Arc<OciLayout>,
     network: &NetworkConfig,
     records: &Path,
+    world: Arc<dyn World>,
 ) -> Result<Ports, PortError> {
-    let ports = assemble(engine.clone(), Some(Arc::clone(folder) as _), network, records)?;
+    let ports = assemble(engine.clone(), Some(Arc::clone(folder) as _), network, records, world)?;
     Ok(Ports { images: Arc::new(ImageStore::in_folder(engine, Arc::clone(folder))), ..ports })
 }
 
@@ -52,6 +55,7 @@ pub fn assemble(
     registry: Option<Arc<dyn Registry>>,
     network: &NetworkConfig,
     records: &Path,
+    world: Arc<dyn World>,
 ) -> Result<Ports, PortError> {
     let machines = Arc::new(EnginePort::new(engine.clone()));
     let artifacts = registry.clone().map(|registry| ArtifactRegistry::new(engine.clone(), registry));
@@ -62,7 +66,7 @@ pub fn assemble(
         images: Arc::new(ImageStore::new(engine.clone(), registry)),
         guest: Arc::new(GuestAgents::new(engine.clone())),
         registry: artifacts.map(|registry| Arc::new(registry) as _),
-        leases: Arc::new(LeaseFile::new(network)),
+        leases: Arc::new(LeaseFile::new(network, world)),
         prober: Arc::new(NetProber::default()),
         records: Arc::new(SqliteRecords::open(records)?),
         host: Arc::new(ThisHost::new(engine.config().root_dir.clone())),
