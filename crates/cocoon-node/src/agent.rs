@@ -50,8 +50,17 @@ const LIST_LIMIT: Duration = Duration::from_secs(10);
 #[non_exhaustive]
 pub enum NodeError {
     /// The kubelet port could not be served.
-    #[error("serving the kubelet port")]
-    Kubelet(#[source] std::io::Error),
+    #[error(
+        "serving the kubelet port {address}, without which nobody gets logs of this node's pods or into them; VMs go \
+         on, start the agent again, with another --kubelet-listen if that port cannot be had"
+    )]
+    Kubelet {
+        /// Where it listened.
+        address: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
 }
 
 /// One node agent.
@@ -134,10 +143,13 @@ impl Node {
         let (client, outbox) = (self.cluster.client.clone(), self.cluster.outbox.clone());
         let events = tokio::spawn(self.sink.run(client.clone()));
         let work = Work { context: Arc::clone(&context), table: self.table, client, address: self.address };
+        let port = kubelet.local_addr().map_or_else(|_| "(not bound)".to_owned(), |bound| bound.to_string());
         let result = tokio::select! {
             biased;
             () = shutdown.cancelled() => Ok(()),
-            served = server.serve(kubelet, ending.clone()) => served.map_err(NodeError::Kubelet),
+            served = server.serve(kubelet, ending.clone()) => served.map_err(|source| {
+                NodeError::Kubelet { address: port, source }
+            }),
             () = work.run(ending.clone()) => Ok(()),
         };
         ending.cancel();
@@ -272,4 +284,26 @@ fn report_orphans(context: &Context, vms: &[VmView], reported: &mut BTreeSet<Str
         );
     }
     *reported = orphans;
+}
+
+#[cfg(test)]
+mod tests {
+    use cocoon_kit::world::RealWorld;
+
+    use super::*;
+    use crate::ports::fake::Fake;
+
+    #[tokio::test]
+    async fn an_agent_that_cannot_serve_its_kubelet_port_says_which_and_what_to_do() {
+        let silent = tower::service_fn(|_: http::Request<kube::client::Body>| {
+            std::future::pending::<Result<http::Response<kube::client::Body>, tower::BoxError>>()
+        });
+        let (client, ports) = (Client::new(silent, "default"), Fake::default().ports(true));
+        // Without a certificate: nobody can be let in.
+        let node = Node::new(NodeConfig::new("n1"), client, ports, Arc::new(RealWorld));
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let error = node.run(listener, CancellationToken::new()).await.unwrap_err().to_string();
+        assert!(error.contains(&address) && error.contains("--kubelet-listen"), "{error}");
+    }
 }
