@@ -98,7 +98,7 @@ async fn woken(kind: &str, word: Reason, local: bool, prepare: impl Fn(&Stage)) 
 const ALWAYS: u32 = 100_000;
 
 #[tokio::test(start_paused = true)]
-async fn of_a_pod_that_cannot_be_made() {
+async fn a_pod_that_cannot_be_made_costs_no_more_than_its_budget() {
     let image = ("cocoonset.cocoonstack.io/image", "nowhere:1");
     let clone = ("cocoonset.cocoonstack.io/mode", "clone");
     made("image unknown", Reason::ImageNotFound, &[image], |_| ()).await;
@@ -131,7 +131,7 @@ async fn of_a_pod_that_cannot_be_made() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_pod_that_cannot_hibernate() {
+async fn a_pod_that_cannot_hibernate_costs_no_more_than_its_budget() {
     lived("registry down", Reason::HibernateEvidenceUnavailable, false, |stage| {
         for call in ["push", "facts"] {
             stage.fake.fail(call, ALWAYS, Reason::RegistryUnavailable);
@@ -158,7 +158,7 @@ async fn of_a_pod_that_cannot_hibernate() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_pod_that_cannot_wake() {
+async fn a_pod_that_cannot_wake_costs_no_more_than_its_budget() {
     for local in [true, false] {
         woken("incompatible", Reason::SnapshotIncompatible, local, |stage| {
             stage.fake.fail("clone", ALWAYS, Reason::SnapshotIncompatible);
@@ -181,7 +181,7 @@ async fn of_a_pod_that_cannot_wake() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_a_pod_that_cannot_go() {
+async fn a_pod_that_cannot_go_costs_no_more_than_its_budget() {
     lived("push refused", Reason::DeleteSnapshotFailed, true, |stage| {
         stage.fake.fail("push", ALWAYS, Reason::RegistryUnavailable);
     })

@@ -2,13 +2,37 @@
 
 use super::*;
 
-#[test]
-fn a_pod_without_a_vm() {
-    let fork = |o: Observation| wishing(o, |wish| wish.how = How::Fork("vk-src".into()));
+fn fork(o: Observation) -> Observation {
+    wishing(o, |wish| wish.how = How::Fork("vk-src".into()))
+}
+
+fn cloning(o: Observation) -> Observation {
     let source = SourceRef { repository: "r".into(), reference: "v1".into(), local: "r:v1".into() };
-    let cloning = |o: Observation| wishing(o, |wish| wish.how = How::Clone(source.clone()));
-    let fresh = || Observation { record: at(Phase::Creating { restore: None }), ..blank() };
-    let forked = SnapshotView { id: "B".into(), name: "fork-vk-src".into(), hypervisor: "qemu".into() };
+    wishing(o, |wish| wish.how = How::Clone(source))
+}
+
+/// Its record is written, nothing is saved.
+fn fresh() -> Observation {
+    Observation { record: at(Phase::Creating { restore: None }), ..blank() }
+}
+
+/// The baseline that the source's owner answered with.
+fn forked() -> SnapshotView {
+    SnapshotView { id: "B".into(), name: "fork-vk-src".into(), hypervisor: "qemu".into() }
+}
+
+/// Its registry holds saved state `S`.
+fn kept() -> Observation {
+    Observation { tag: tag("S"), ..blank() }
+}
+
+/// Its record says that it is to be restored from `S`.
+fn noted(o: Observation) -> Observation {
+    Observation { record: at(Phase::Creating { restore: Some(saved("S")) }), ..o }
+}
+
+#[test]
+fn nothing_is_made_before_the_engine_and_the_evidence_were_asked_and_answered() {
     check(vec![
         (
             "the engine is asked before anything is made",
@@ -31,6 +55,12 @@ fn a_pod_without_a_vm() {
             Observation { registry: false, saved: Seen::Unknown, ..blank() },
             "look Saved",
         ),
+    ]);
+}
+
+#[test]
+fn a_fresh_boot_has_its_image_and_its_record_first_and_no_baseline_of_a_former_life() {
+    check(vec![
         (
             "the baseline of a former life goes before a fresh boot",
             Observation { baseline: snapshot(FORK, "B"), ..blank() },
@@ -38,19 +68,31 @@ fn a_pod_without_a_vm() {
         ),
         ("the image is made local", Observation { image: Seen::Unknown, ..blank() }, "ensureimage"),
         ("the record is written before the engine is asked", blank(), "note creating fresh"),
-        ("then the VM boots", fresh(), "run"),
+        ("the VM boots once that is written", fresh(), "run"),
+    ]);
+}
+
+#[test]
+fn a_clone_and_a_fork_are_new_machines_of_a_source_that_is_here() {
+    check(vec![
         ("a missing clone source is pulled", cloning(fresh()), "pullsource"),
         (
-            "a present one is cloned as a new machine",
+            "a clone source that is here is cloned as a new machine",
             Observation { source: snapshot("r:v1", "S"), ..cloning(fresh()) },
             "clone r:v1 same=false",
         ),
         ("a fork asks its source's owner", fork(fresh()), "look Fork"),
         (
-            "and clones the baseline as a new machine",
-            Observation { fork: Seen::Known(forked), ..fork(fresh()) },
+            "a fork clones the baseline as a new machine",
+            Observation { fork: Seen::Known(forked()), ..fork(fresh()) },
             "clone fork-vk-src same=false",
         ),
+    ]);
+}
+
+#[test]
+fn a_pod_that_cannot_be_served_or_has_ended_makes_nothing() {
+    check(vec![
         (
             "a pod that cannot be served as it is makes nothing",
             wishing(blank(), |wish| wish.problem = Some(trouble(Reason::InvalidAnnotation))),
@@ -62,6 +104,12 @@ fn a_pod_without_a_vm() {
             "fail NotSupported",
         ),
         ("a pod that ended is left alone", wishing(blank(), |wish| wish.terminal = true), "rest"),
+    ]);
+}
+
+#[test]
+fn a_vm_of_the_pods_name_that_came_up_is_taken_and_one_that_never_did_is_removed() {
+    check(vec![
         (
             "a VM of its name that runs is adopted",
             Observation { vm: vm(VmPhase::Running), ..blank() },
@@ -88,7 +136,7 @@ fn a_pod_without_a_vm() {
             "note up",
         ),
         (
-            "one that never came up is removed",
+            "a VM that never came up is removed",
             {
                 let mut o = Observation { vm: vm(VmPhase::Stopped), ..fresh() };
                 if let Seen::Known(Some(vm)) = &mut o.vm {
@@ -98,19 +146,20 @@ fn a_pod_without_a_vm() {
             },
             "remove",
         ),
-        (
-            "an id on the pod without a VM is a loss, not a reason to boot blank",
-            wishing(blank(), |wish| wish.id = "ID0".into()),
-            "note lost VMGone",
-        ),
     ]);
 }
 
 #[test]
-fn saved_state_wins() {
-    let kept = || Observation { tag: tag("S"), ..blank() };
-    let noted =
-        |o: Observation| Observation { record: at(Phase::Creating { restore: Some(saved("S")) }), ..o };
+fn an_id_without_a_vm_is_a_loss_and_nothing_boots_blank() {
+    check(vec![(
+        "an id on the pod without a VM is a loss, not a reason to boot blank",
+        wishing(blank(), |wish| wish.id = "ID0".into()),
+        "note lost VMGone",
+    )]);
+}
+
+#[test]
+fn saved_state_makes_the_boot_a_restore_of_exactly_that_state() {
     check(vec![
         ("a tag makes the boot a restore, pulled when it is not here", kept(), "pull sha256:S"),
         (
@@ -119,7 +168,7 @@ fn saved_state_wins() {
             &format!("clone {VM} same=true"),
         ),
         (
-            "an older local copy is not",
+            "an older local copy is not used",
             Observation { saved: snapshot(VM, "old"), ..noted(kept()) },
             "pull sha256:S",
         ),
@@ -133,11 +182,21 @@ fn saved_state_wins() {
             Observation { import: snapshot(IMPORT, "other"), ..noted(kept()) },
             &format!("drop {IMPORT}"),
         ),
-        (
-            "the baseline stays: a wake goes on with the same lineage",
-            Observation { baseline: snapshot(FORK, "B"), saved: snapshot(VM, "S"), ..kept() },
-            "note creating S",
-        ),
+    ]);
+}
+
+#[test]
+fn a_wake_keeps_the_baseline_of_its_lineage() {
+    check(vec![(
+        "the baseline stays: a wake goes on with the same lineage",
+        Observation { baseline: snapshot(FORK, "B"), saved: snapshot(VM, "S"), ..kept() },
+        "note creating S",
+    )]);
+}
+
+#[test]
+fn saved_state_of_another_image_or_source_is_a_conflict_unless_the_pod_is_marked_as_a_wake() {
+    check(vec![
         (
             "another image is a conflict",
             wishing(kept(), |wish| wish.image = "other:1".into()),
@@ -149,25 +208,51 @@ fn saved_state_wins() {
             "fail HibernateSourceConflict",
         ),
         (
-            "unless the operator marked it as a wake",
+            "another source is none when the operator marked the pod as a wake",
             wishing(kept(), |wish| {
                 wish.how = How::Fork("vk-src".into());
                 wish.restore_marked = true;
             }),
             "pull sha256:S",
         ),
+    ]);
+}
+
+#[test]
+fn a_wake_whose_saved_state_is_gone_boots_nothing() {
+    check(vec![
         (
             "a marked wake without saved state boots nothing",
             wishing(blank(), |wish| wish.restore_marked = true),
             "fail HibernateEvidenceMissing",
         ),
         (
-            "a snapshot of another hypervisor is refused with both names",
-            wishing(Observation { saved: snapshot(VM, "S"), ..noted(kept()) }, |wish| {
-                wish.hypervisor = "firecracker".into();
-            }),
-            "fail SnapshotIncompatible",
+            "a wake whose tag is gone uses the local copy it was promised",
+            Observation { saved: snapshot(VM, "S"), ..noted(blank()) },
+            &format!("clone {VM} same=true"),
         ),
+        (
+            "a wake whose tag and local copy are gone boots nothing",
+            noted(blank()),
+            "fail HibernateEvidenceMissing",
+        ),
+    ]);
+}
+
+#[test]
+fn saved_state_of_another_hypervisor_is_refused() {
+    check(vec![(
+        "a snapshot of another hypervisor is refused with both names",
+        wishing(Observation { saved: snapshot(VM, "S"), ..noted(kept()) }, |wish| {
+            wish.hypervisor = "firecracker".into();
+        }),
+        "fail SnapshotIncompatible",
+    )]);
+}
+
+#[test]
+fn a_new_pod_that_wants_to_be_hibernated_is_hibernated_only_by_saved_state() {
+    check(vec![
         (
             "a pod that wants to be hibernated and is saved is hibernated",
             wishing(kept(), |wish| wish.hibernate = true),
@@ -178,6 +263,12 @@ fn saved_state_wins() {
             wishing(blank(), |wish| wish.hibernate = true),
             "fail HibernateEvidenceMissing",
         ),
+    ]);
+}
+
+#[test]
+fn saved_state_that_the_pod_consumed_does_not_come_back_but_an_unfinished_wake_does() {
+    check(vec![
         (
             "saved state that the pod has consumed does not come back by itself",
             wishing(kept(), |wish| {
@@ -192,11 +283,5 @@ fn saved_state_wins() {
             }),
             "note creating S",
         ),
-        (
-            "a wake whose tag is gone uses the local copy it was promised",
-            Observation { saved: snapshot(VM, "S"), ..noted(blank()) },
-            &format!("clone {VM} same=true"),
-        ),
-        ("and boots nothing when that is gone, too", noted(blank()), "fail HibernateEvidenceMissing"),
     ]);
 }

@@ -1,8 +1,10 @@
 //! Every row of the planner as a sentence.
 
+mod ahead;
 mod create;
 mod delete;
-mod life;
+mod hibernate;
+mod up;
 
 use jiff::Timestamp;
 
@@ -185,10 +187,23 @@ fn word(step: &Step) -> String {
     }
 }
 
+/// The rows of a table that are wrong, each in a line.
+fn wrong(rows: Vec<(&str, Observation, &str)>) -> Vec<String> {
+    let judged = rows.into_iter().map(|(sentence, o, expected)| (sentence, word(&plan(&o)), expected));
+    let wrong = judged.filter(|(_, step, expected)| step != expected);
+    wrong.map(|(sentence, step, expected)| format!("{sentence}: {expected:?}, not {step:?}")).collect()
+}
+
+/// Each row of a law: a sentence, what is seen, and the step that follows. All wrong rows are told at once.
 fn check(rows: Vec<(&str, Observation, &str)>) {
-    for (sentence, observation, expected) in rows {
-        assert_eq!(word(&plan(&observation)), expected, "{sentence}");
-    }
+    let wrong = wrong(rows);
+    assert!(wrong.is_empty(), "expected:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_table_tells_all_of_its_wrong_rows() {
+    let told = wrong(vec![("a", living(), "sleep"), ("b", living(), "rest"), ("c", blank(), "sleep")]);
+    assert_eq!(told, [r#"a: "sleep", not "rest""#, r#"c: "sleep", not "note creating fresh""#]);
 }
 
 fn trouble(reason: Reason) -> Trouble {
