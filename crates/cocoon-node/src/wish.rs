@@ -25,7 +25,7 @@ use crate::{
 
 /// Namespace and name of a pod.
 #[must_use]
-pub fn key(pod: &Pod) -> PodKey {
+pub(crate) fn key(pod: &Pod) -> PodKey {
     PodKey {
         namespace: pod.metadata.namespace.clone().unwrap_or_default(),
         name: pod.metadata.name.clone().unwrap_or_default(),
@@ -34,58 +34,59 @@ pub fn key(pod: &Pod) -> PodKey {
 
 /// What the pod asks for. `adopted`: an owner record of this VM name names the pod's namespace.
 /// An error: the pod is not ours to serve.
-pub fn read(pod: &Pod, config: &NodeConfig, adopted: bool) -> Result<Wish, Trouble> {
+pub(crate) fn read(pod: &Pod, config: &NodeConfig, adopted: bool) -> Result<Wish, Trouble> {
     let spec = VmSpec::parse(pod);
-    let key = key(pod);
-    check_name(&spec, &key, adopted)?;
+    check_name(&spec, &key(pod), adopted)?;
+    let mut wish = asked(pod, &spec, config);
+    wish.problem = if wish.managed { managed_problem(pod, &spec, config) } else { unmanaged_problem(&wish) };
+    Ok(wish)
+}
+
+/// What stands on the pod, unjudged; what cannot be read is as if it were not there.
+fn asked(pod: &Pod, spec: &VmSpec, config: &NodeConfig) -> Wish {
     let runtime = VmRuntime::parse(pod);
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or_default();
-    let annotations = read_snapshot_annotations(pod);
-    let sizes = sizes::sizes(pod, &spec.storage, config.defaults);
-    let hypervisor = config.backends.get(spec.backend().as_str()).cloned();
-    let mut wish = Wish {
+    Wish {
         uid: pod.metadata.uid.clone().unwrap_or_default(),
         vm_name: spec.vm_name.clone(),
         managed: spec.managed,
         macos: spec.os() == OSType::MacOS,
         image: spec.image.clone(),
-        how: how(pod, &spec),
+        how: how(pod, spec),
         restore_marked: RestoreFromHibernate::read(pod).0,
         hibernate: HibernateState::read(pod).0,
         deleting: pod.metadata.deletion_timestamp.is_some(),
         gone: false,
         terminal: matches!(phase, "Failed" | "Succeeded"),
-        snapshot_on_delete: spec.managed && should_snapshot_vm(&spec, role_for_pod(pod, &spec.vm_name)),
+        snapshot_on_delete: spec.managed && should_snapshot_vm(spec, role_for_pod(pod, &spec.vm_name)),
         keep_snapshot: KeepSnapshotOnDelete::read(pod).0,
-        sizes: sizes.clone().unwrap_or(config.defaults),
-        hypervisor: hypervisor.clone().unwrap_or_default(),
+        sizes: sizes::sizes(pod, &spec.storage, config.defaults).unwrap_or(config.defaults),
+        hypervisor: config.backends.get(spec.backend().as_str()).cloned().unwrap_or_default(),
         force_pull: spec.force_pull,
         probe_port: spec.probe_port().unwrap_or_default(),
         generation: read_cocoon_set_generation(pod),
-        annotations: annotations.as_ref().cloned().unwrap_or_default(),
+        annotations: read_snapshot_annotations(pod).unwrap_or_default(),
         live_request: live_request(pod),
         id: runtime.vm_id,
         ip: runtime.ip,
         woken_from: woken_from(pod).unwrap_or_default().to_owned(),
         said_ready: LifecycleStatus::read(pod).state == LifecycleState::Ready,
         problem: None,
-        key,
-    };
-    let annotation = |error: String| Trouble::new(Reason::InvalidAnnotation, error);
-    wish.problem = if wish.managed {
-        let backend = if hypervisor.is_none() { Some(no_backend(&spec, config)) } else { None };
-        annotations
-            .err()
-            .map(|error| annotation(cocoon_kit::failure::chain(&error)))
-            .or_else(|| spec.probe_port().err().map(|error| annotation(error.to_string())))
-            .or_else(|| sizes.err())
-            .or_else(|| class_problem(pod, config))
-            .or(backend)
-            .or_else(|| guest_problem(&spec))
-    } else {
-        unmanaged_problem(&wish)
-    };
-    Ok(wish)
+        key: key(pod),
+    }
+}
+
+/// Why a managed pod cannot be served as it is.
+fn managed_problem(pod: &Pod, spec: &VmSpec, config: &NodeConfig) -> Option<Trouble> {
+    let invalid = |error: String| Trouble::new(Reason::InvalidAnnotation, error);
+    read_snapshot_annotations(pod)
+        .err()
+        .map(|error| invalid(cocoon_kit::failure::chain(&error)))
+        .or_else(|| spec.probe_port().err().map(|error| invalid(error.to_string())))
+        .or_else(|| sizes::sizes(pod, &spec.storage, config.defaults).err())
+        .or_else(|| class_problem(pod, config))
+        .or_else(|| backend_problem(spec, config))
+        .or_else(|| guest_problem(spec))
 }
 
 fn check_name(spec: &VmSpec, key: &PodKey, adopted: bool) -> Result<(), Trouble> {
@@ -169,7 +170,10 @@ fn fit(name: String) -> String {
     format!("{}-{}", &name[..LONGEST - 13], &hash[..12])
 }
 
-fn no_backend(spec: &VmSpec, config: &NodeConfig) -> Trouble {
+fn backend_problem(spec: &VmSpec, config: &NodeConfig) -> Option<Trouble> {
+    if config.backends.contains_key(spec.backend().as_str()) {
+        return None;
+    }
     let known: Vec<_> = config.backends.keys().map(String::as_str).collect();
     let message = format!(
         "backend {:?} is not on this node, which has {}; set annotation {} to one of them",
@@ -177,7 +181,7 @@ fn no_backend(spec: &VmSpec, config: &NodeConfig) -> Trouble {
         known.join(", "),
         keys::ANNOTATION_BACKEND
     );
-    Trouble::new(Reason::NotSupported, message)
+    Some(Trouble::new(Reason::NotSupported, message))
 }
 
 fn guest_problem(spec: &VmSpec) -> Option<Trouble> {
@@ -228,7 +232,7 @@ fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
 
 /// The address that an unmanaged pod names is one of this node itself.
 #[must_use]
-pub fn own_address(wish: &Wish) -> Trouble {
+pub(crate) fn own_address(wish: &Wish) -> Trouble {
     not_a_vms(wish, "an address of this node itself")
 }
 
@@ -244,7 +248,7 @@ fn not_a_vms(wish: &Wish, what: &str) -> Trouble {
 /// The address of the VM that an unmanaged pod stands for, which may be anywhere; `None`: the pod names none
 /// that a VM could have. What the pod's author writes must not make this host ask itself.
 #[must_use]
-pub fn external(wish: &Wish) -> Option<Ipv4Addr> {
+pub(crate) fn external(wish: &Wish) -> Option<Ipv4Addr> {
     let ip: Ipv4Addr = wish.ip.parse().ok()?;
     let first = ip.octets()[0];
     // 0.0.0.0/8 is this host, 240.0.0.0/4 is reserved and has the broadcast address.
@@ -263,7 +267,7 @@ fn live_request(pod: &Pod) -> Option<String> {
 
 /// What an incarnation that is not in the API any more asked for, as far as its owner record knows.
 #[must_use]
-pub fn of_record(record: &OwnerRecord, config: &NodeConfig) -> Wish {
+pub(crate) fn of_record(record: &OwnerRecord, config: &NodeConfig) -> Wish {
     Wish {
         key: PodKey { namespace: record.namespace.clone(), name: record.pod.clone() },
         uid: record.uid.clone(),

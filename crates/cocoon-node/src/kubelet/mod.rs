@@ -4,15 +4,15 @@
 //! the path is looked at. Invariants: connections, handshakes and log buffers are bounded (I9); an exec
 //! ends with its connection, and its exit code is never made up (I4).
 
-pub mod auth;
+mod auth;
 pub mod console;
 mod exec;
-pub mod frames;
+mod frames;
 mod logs;
-pub mod query;
+mod query;
 #[cfg(test)]
 mod tests;
-pub mod waiting;
+mod waiting;
 
 use std::{convert::Infallible, io, net, sync::Arc, time::Duration};
 
@@ -161,28 +161,18 @@ impl Server {
                 if reading || request.method() == Method::POST =>
             {
                 match self.seat(namespace, pod, container) {
-                    Ok(found) => match Arc::clone(&self.execs).try_acquire_owned() {
-                        Ok(permit) => exec::serve(&self.context, found, request, permit),
-                        Err(_) => text(
-                            StatusCode::SERVICE_UNAVAILABLE,
-                            "too many commands run at once; try again later",
-                        ),
-                    },
+                    Ok(found) => self.exec(found, request),
                     Err(refusal) => *refusal,
                 }
             }
-            [
-                "attach" | "portForward" | "run" | "stats" | "metrics" | "logs" | "configz" | "debug"
-                | "checkpoint",
-                ..,
-            ] => text(
-                StatusCode::NOT_IMPLEMENTED,
-                format!("{path} is not served by this release of cocoon node"),
-            ),
-            ["healthz" | "pods" | "runningpods" | "containerLogs" | "exec", ..] if !reading => {
-                text(StatusCode::METHOD_NOT_ALLOWED, format!("{} is not allowed on {path}", request.method()))
-            }
-            _ => text(StatusCode::NOT_FOUND, format!("{path} is not a path of the kubelet port")),
+            parts => not_served(request.method(), &path, parts),
+        }
+    }
+
+    fn exec(&self, found: Found, request: Request<Incoming>) -> Response<Body> {
+        match Arc::clone(&self.execs).try_acquire_owned() {
+            Ok(permit) => exec::serve(&self.context, found, request, permit),
+            Err(_) => text(StatusCode::SERVICE_UNAVAILABLE, "too many commands run at once; try again later"),
         }
     }
 
@@ -221,5 +211,22 @@ impl Server {
                 refuse(StatusCode::NOT_FOUND, what)
             }
         }
+    }
+}
+
+/// Why a path is not served: not by this release, not in this way, or not at all.
+fn not_served(method: &Method, path: &str, parts: &[&str]) -> Response<Body> {
+    match parts {
+        [
+            "attach" | "portForward" | "run" | "stats" | "metrics" | "logs" | "configz" | "debug"
+            | "checkpoint",
+            ..,
+        ] => {
+            text(StatusCode::NOT_IMPLEMENTED, format!("{path} is not served by this release of cocoon node"))
+        }
+        ["healthz" | "pods" | "runningpods" | "containerLogs" | "exec", ..] if *method != Method::GET => {
+            text(StatusCode::METHOD_NOT_ALLOWED, format!("{method} is not allowed on {path}"))
+        }
+        _ => text(StatusCode::NOT_FOUND, format!("{path} is not a path of the kubelet port")),
     }
 }

@@ -13,7 +13,7 @@ use crate::{
         Look, Step,
         observation::{How, Observation, Wish},
     },
-    ports::{PortResult, PushRequest, Registry},
+    ports::{PortResult, PushRequest, Registry, SnapshotView, VmView},
     reason::{Reason, Trouble},
     record::Phase,
 };
@@ -50,72 +50,34 @@ impl Scene {
 
 /// Carries out one step.
 pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) -> Result<Found, Trouble> {
-    let ports = &context.ports;
-    let vm = scene.vm_name.as_str();
+    let (vms, records, vm) = (&context.ports.vms, &context.ports.records, scene.vm_name.as_str());
     match step {
         Step::Look(look) => look_at(context, scene, *look).await,
-        Step::EnsureImage => {
-            let wish = scene.wish.as_ref();
-            let image = wish.map_or("", |wish| wish.image.as_str());
-            let force = wish.is_some_and(|wish| wish.force_pull);
-            named(ports.images.ensure(image, force).await.map(Found::Text), Reason::ImageNotFound)
-        }
+        Step::EnsureImage => ensure_image(context, scene).await,
         Step::PullSource => pull_source(context, scene).await,
         Step::PullImport { digest } => pull_import(context, vm, digest).await,
-        Step::Run(request) => {
-            named(ports.vms.run(request.clone()).await.map(|vm| Found::Vm(Some(vm))), Reason::CreateFailed)
-        }
+        Step::Run(request) => made(vms.run(request.clone()).await, Reason::CreateFailed),
         Step::Clone(request) => {
             let blame = if request.same_machine { Reason::WakeCloneFailed } else { Reason::CreateFailed };
-            named(ports.vms.clone_vm(request.clone()).await.map(|vm| Found::Vm(Some(vm))), blame)
+            made(vms.clone_vm(request.clone()).await, blame)
         }
-        Step::Start => named(ports.vms.start(vm).await.map(|vm| Found::Vm(Some(vm))), Reason::RestartFailed),
-        Step::Resume => named(ports.vms.resume(vm).await.map(|()| Found::Done), Reason::ResumeFailed),
-        Step::RemoveVm { blame } => {
-            let removed = match &scene.hibernates {
-                Some(snapshot) => ports.vms.remove_captured(vm, snapshot).await,
-                None => ports.vms.remove(vm).await,
-            };
-            named(removed.map(|()| Found::Done), *blame)
-        }
-        Step::Capture { blame } => {
-            named(ports.vms.capture(vm, vm).await.map(|s| Found::Snapshot(Some(s))), *blame)
-        }
+        Step::Start => made(vms.start(vm).await, Reason::RestartFailed),
+        Step::Resume => done(vms.resume(vm).await, Reason::ResumeFailed),
+        Step::RemoveVm { blame } => done(remove_vm(context, scene).await, *blame),
+        Step::Capture { blame } => taken(vms.capture(vm, vm).await, *blame),
         Step::SaveBaseline => {
-            let saved = ports.vms.save(vm, &fork_baseline_name(vm)).await;
-            named(saved.map(|snapshot| Found::Snapshot(Some(snapshot))), Reason::ForkSourceUnavailable)
+            taken(vms.save(vm, &fork_baseline_name(vm)).await, Reason::ForkSourceUnavailable)
         }
         Step::Prepush(request) => prepush(context, vm, request).await,
         Step::PushHibernate(request) => push_hibernate(context, scene, request).await,
-        Step::PushLatest(request) => {
-            let pushed = registry(context)?.push(request.as_ref().clone()).await;
-            named(pushed.map(Found::Text), Reason::DeleteSnapshotFailed)
-        }
+        Step::PushLatest(request) => push_latest(context, request).await,
         Step::LiveSnapshot { push, .. } => live_snapshot(context, vm, push).await,
-        Step::DropTag { digest, snapshot } => {
-            let tag = cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG;
-            let dropped = registry(context)?.drop_tag(vm, tag, digest, snapshot);
-            let dropped = answered(scene, vm, dropped).await?;
-            named(dropped.map(|()| Found::Done), Reason::RegistryUnavailable)
-        }
-        Step::DropSnapshots(names) => {
-            for name in names {
-                named(ports.snapshots.remove(name).await, Reason::CleanupFailed)?;
-            }
-            Ok(Found::Done)
-        }
+        Step::DropTag { digest, snapshot } => drop_tag(context, scene, digest, snapshot).await,
+        Step::DropSnapshots(names) => drop_snapshots(context, names).await,
         Step::ReleaseLeases => release(context, &scene.macs).await,
-        Step::Finalise => {
-            let Some(wish) = &scene.wish else { return Ok(Found::Done) };
-            let ended = context.cluster.finalise(&wish.key, &wish.uid).await;
-            named(ended.map(|()| Found::Done), Reason::ApiUnavailable)
-        }
-        Step::Note(record) => {
-            named(ports.records.put(record).await.map(|()| Found::Done), Reason::RecordsUnavailable)
-        }
-        Step::Forget => {
-            named(ports.records.forget(vm).await.map(|()| Found::Done), Reason::RecordsUnavailable)
-        }
+        Step::Finalise => finalise(context, scene).await,
+        Step::Note(record) => done(records.put(record).await, Reason::RecordsUnavailable),
+        Step::Forget => done(records.forget(vm).await, Reason::RecordsUnavailable),
         Step::Rest | Step::Wait(_) | Step::AnswerBaseline(_) => Ok(Found::Done),
         Step::Fail(trouble) => Err(trouble.clone()),
     }
@@ -123,6 +85,57 @@ pub(super) async fn perform(context: &Arc<Context>, scene: &Scene, step: &Step) 
 
 fn named<T>(result: PortResult<T>, blame: Reason) -> Result<T, Trouble> {
     result.map_err(|error| error.trouble().r#as(blame))
+}
+
+fn done(result: PortResult<()>, blame: Reason) -> Result<Found, Trouble> {
+    named(result.map(|()| Found::Done), blame)
+}
+
+fn made(result: PortResult<VmView>, blame: Reason) -> Result<Found, Trouble> {
+    named(result.map(|vm| Found::Vm(Some(vm))), blame)
+}
+
+fn taken(result: PortResult<SnapshotView>, blame: Reason) -> Result<Found, Trouble> {
+    named(result.map(|snapshot| Found::Snapshot(Some(snapshot))), blame)
+}
+
+async fn ensure_image(context: &Context, scene: &Scene) -> Result<Found, Trouble> {
+    let wish = scene.wish.as_ref();
+    let image = wish.map_or("", |wish| wish.image.as_str());
+    let force = wish.is_some_and(|wish| wish.force_pull);
+    named(context.ports.images.ensure(image, force).await.map(Found::Text), Reason::ImageNotFound)
+}
+
+/// A VM whose capture is pushed goes only if its guest has not run since (I3).
+async fn remove_vm(context: &Context, scene: &Scene) -> PortResult<()> {
+    let (vms, vm) = (&context.ports.vms, scene.vm_name.as_str());
+    match &scene.hibernates {
+        Some(snapshot) => vms.remove_captured(vm, snapshot).await,
+        None => vms.remove(vm).await,
+    }
+}
+
+async fn push_latest(context: &Context, request: &PushRequest) -> Result<Found, Trouble> {
+    let pushed = registry(context)?.push(request.clone()).await;
+    named(pushed.map(Found::Text), Reason::DeleteSnapshotFailed)
+}
+
+async fn drop_tag(context: &Context, scene: &Scene, digest: &str, snapshot: &str) -> Result<Found, Trouble> {
+    let (vm, tag) = (scene.vm_name.as_str(), cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG);
+    let dropped = registry(context)?.drop_tag(vm, tag, digest, snapshot);
+    done(answered(scene, vm, dropped).await?, Reason::RegistryUnavailable)
+}
+
+async fn drop_snapshots(context: &Context, names: &[String]) -> Result<Found, Trouble> {
+    for name in names {
+        named(context.ports.snapshots.remove(name).await, Reason::CleanupFailed)?;
+    }
+    Ok(Found::Done)
+}
+
+async fn finalise(context: &Context, scene: &Scene) -> Result<Found, Trouble> {
+    let Some(wish) = &scene.wish else { return Ok(Found::Done) };
+    done(context.cluster.finalise(&wish.key, &wish.uid).await, Reason::ApiUnavailable)
 }
 
 fn registry(context: &Context) -> Result<&dyn Registry, Trouble> {
