@@ -28,7 +28,7 @@ const TRIES: u32 = 3;
 
 /// The way in.
 #[derive(Debug)]
-pub struct Events {
+pub(crate) struct Events {
     node: String,
     queue: mpsc::Sender<Event>,
     told: Mutex<BTreeMap<(String, String), Instant>>,
@@ -37,14 +37,14 @@ pub struct Events {
 
 /// The way out, to be run as a task.
 #[derive(Debug)]
-pub struct EventSink {
+pub(crate) struct EventSink {
     queue: mpsc::Receiver<Event>,
 }
 
 impl Events {
     /// A queue and its sink.
     #[must_use]
-    pub fn new(node: &str) -> (Self, EventSink) {
+    pub(crate) fn new(node: &str) -> (Self, EventSink) {
         let (sender, receiver) = mpsc::channel(QUEUE);
         let events =
             Self { node: node.to_owned(), queue: sender, told: Mutex::default(), dropped: AtomicU64::new(0) };
@@ -52,7 +52,7 @@ impl Events {
     }
 
     /// Tells people, unless they were told the same a short while ago.
-    pub fn tell(&self, world: &dyn World, key: &PodKey, uid: &str, tone: Tone, what: &Trouble) {
+    pub(crate) fn tell(&self, world: &dyn World, key: &PodKey, uid: &str, tone: Tone, what: &Trouble) {
         if !self.is_new(world.instant(), uid, what) {
             return;
         }
@@ -122,7 +122,7 @@ impl Events {
 
 impl EventSink {
     /// Posts until all senders are gone.
-    pub async fn run(mut self, client: Client) {
+    pub(crate) async fn run(mut self, client: Client) {
         while let Some(event) = self.queue.recv().await {
             let namespace = event.metadata.namespace.clone().unwrap_or_default();
             let api: Api<Event> = Api::namespaced(client.clone(), &namespace);

@@ -5,13 +5,13 @@
 //! - [`reason`]: the stable words for everything that goes wrong;
 //! - [`record`]: the durable owner record, one a VM name;
 //! - [`planner`]: the lifecycle as a pure function, observation → one step;
-//! - [`wish`], [`sizes`]: from a pod to what it asks for (pure);
-//! - [`oddities`]: annotations that mean nothing (pure);
-//! - [`view`], [`status`]: from an observation to what the pod shows (pure);
-//! - [`owner`]: one task a VM name, the only place that acts on that VM;
-//! - [`pods`]: list, watch, table, and the way to the owners;
-//! - [`cluster`], [`outbox`], [`events`]: what goes back to Kubernetes;
-//! - [`node`]: the node object and its lease;
+//! - `wish`, `sizes`: from a pod to what it asks for (pure);
+//! - `oddities`: annotations that mean nothing (pure);
+//! - `view`, `status`: from an observation to what the pod shows (pure);
+//! - `owner`: one task a VM name, the only place that acts on that VM;
+//! - `pods`: list, watch, table, and the way to the owners;
+//! - `cluster`, `outbox`, `events`: what goes back to Kubernetes;
+//! - `node`: the node object and its lease;
 //! - [`kubelet`]: the port for logs and exec;
 //! - [`agent`]: [`Node`], all of it together.
 //!
@@ -19,27 +19,27 @@
 
 pub mod agent;
 mod arrivals;
-pub mod cluster;
+pub(crate) mod cluster;
 pub mod config;
-pub mod events;
+pub(crate) mod events;
 pub mod kubelet;
 mod leases;
-pub mod node;
-pub mod oddities;
-pub mod outbox;
+pub(crate) mod node;
+pub(crate) mod oddities;
+pub(crate) mod outbox;
 #[cfg(test)]
 mod outbox_tests;
-pub mod owner;
+pub(crate) mod owner;
 pub mod planner;
-pub mod pods;
+pub(crate) mod pods;
 pub mod ports;
 pub mod reason;
 pub mod record;
 mod rounds;
-pub mod sizes;
-pub mod status;
-pub mod view;
-pub mod wish;
+pub(crate) mod sizes;
+pub(crate) mod status;
+pub(crate) mod view;
+pub(crate) mod wish;
 #[cfg(test)]
 mod wish_tests;
 

@@ -65,7 +65,7 @@ const GIVEN_VOLUME: &str = "kube-api-access-";
 
 /// What is odd about a pod's annotations and its spec. `served`: the VM of this incarnation, once there is a record of it.
 #[must_use]
-pub fn oddities(pod: &Pod, served: Option<&str>) -> Vec<Trouble> {
+pub(crate) fn oddities(pod: &Pod, served: Option<&str>) -> Vec<Trouble> {
     let Some(annotations) = &pod.metadata.annotations else { return Vec::new() };
     let managed = VmSpec::parse(pod).managed;
     let ignored = pod.spec.as_ref().filter(|_| managed).and_then(ignored);

@@ -50,7 +50,7 @@ struct State {
 
 /// The outbox of one node. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Outbox {
+pub(crate) struct Outbox {
     client: Transport,
     world: Arc<dyn World>,
     host: HostFacts,
@@ -82,7 +82,7 @@ enum Delivery {
 impl Outbox {
     /// An empty outbox.
     #[must_use]
-    pub fn new(client: Client, world: Arc<dyn World>, host: HostFacts, table: Arc<PodTable>) -> Self {
+    pub(crate) fn new(client: Client, world: Arc<dyn World>, host: HostFacts, table: Arc<PodTable>) -> Self {
         let permits = Arc::new(Semaphore::new(CONCURRENCY));
         Self { client: Transport(client), world, host, table, permits, state: Arc::default() }
     }
@@ -92,7 +92,7 @@ impl Outbox {
     }
 
     /// Makes the pod show this; what waits of an older view is dropped.
-    pub fn put(&self, show: Show, ack: Arc<Inbox>) {
+    pub(crate) fn put(&self, show: Show, ack: Arc<Inbox>) {
         let (key, uid) = (wish::key(&show.pod), show.pod.metadata.uid.clone().unwrap_or_default());
         let mut state = self.state();
         while state.tasks.try_join_next().is_some() {}
@@ -104,7 +104,7 @@ impl Outbox {
     }
 
     /// Ends all writers.
-    pub async fn close(&self) {
+    pub(crate) async fn close(&self) {
         let mut tasks = std::mem::take(&mut self.state().tasks);
         tasks.shutdown().await;
     }

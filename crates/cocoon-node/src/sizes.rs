@@ -16,7 +16,7 @@ const LEAST_MEMORY: u64 = 128 << 20;
 
 /// vCPU = CPU limit, else request, rounded up; memory = request, else limit; disk = `storage`.
 /// What is not said comes from `defaults`.
-pub fn sizes(pod: &Pod, storage: &str, defaults: Sizes) -> Result<Sizes, Trouble> {
+pub(crate) fn sizes(pod: &Pod, storage: &str, defaults: Sizes) -> Result<Sizes, Trouble> {
     let resources = pod.spec.as_ref().and_then(|spec| spec.containers.first()?.resources.as_ref());
     let limits = resources.and_then(|r| r.limits.as_ref());
     let requests = resources.and_then(|r| r.requests.as_ref());

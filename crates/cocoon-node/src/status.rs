@@ -15,14 +15,14 @@ const OURS: [&str; 3] = ["Initialized", "Ready", "ContainersReady"];
 
 /// Facts of the node that every pod status carries.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HostFacts {
+pub(crate) struct HostFacts {
     /// The node's address.
     pub address: String,
 }
 
 /// The merge patch for `/status`, or `None` when the pod shows it already.
 #[must_use]
-pub fn status_patch(pod: &Pod, view: &View, host: &HostFacts, now: Timestamp) -> Option<Value> {
+pub(crate) fn status_patch(pod: &Pod, view: &View, host: &HostFacts, now: Timestamp) -> Option<Value> {
     let wanted = status(pod, view, host, now);
     let current = serde_json::to_value(&pod.status).unwrap_or(Value::Null);
     let mut merged = current.clone();
@@ -42,7 +42,7 @@ fn normalised(value: Value) -> Value {
 
 /// The merge patch for annotations, or `None` when the pod has them already.
 #[must_use]
-pub fn annotation_patch(pod: &Pod, view: &View) -> Option<Value> {
+pub(crate) fn annotation_patch(pod: &Pod, view: &View) -> Option<Value> {
     let present = pod.metadata.annotations.as_ref();
     let changes: cocoon_meta::AnnotationChanges = view
         .annotations

@@ -83,7 +83,7 @@ pub struct View {
 
 /// What the pod at the head of the queue should show; `None`: nothing of ours (it is gone).
 #[must_use]
-pub fn view(o: &Observation) -> Option<View> {
+pub(crate) fn view(o: &Observation) -> Option<View> {
     let wish = o.wish.as_ref().filter(|wish| !wish.gone)?;
     let mut view = if wish.managed { managed(o, wish) } else { unmanaged(o, wish) };
     if wish.deleting {
@@ -95,7 +95,7 @@ pub fn view(o: &Observation) -> Option<View> {
 
 /// A pod that is refused before it has an owner.
 #[must_use]
-pub fn refused(trouble: &Trouble, generation: i64) -> View {
+pub(crate) fn refused(trouble: &Trouble, generation: i64) -> View {
     let mut view = waiting(trouble.clone(), None);
     fail(&mut view, trouble);
     finish(&mut view, generation, true);
@@ -104,7 +104,7 @@ pub fn refused(trouble: &Trouble, generation: i64) -> View {
 
 /// A pod whose VM name still belongs to its former incarnation.
 #[must_use]
-pub fn waiting_behind(why: &Trouble) -> View {
+pub(crate) fn waiting_behind(why: &Trouble) -> View {
     waiting(why.clone(), None)
 }
 

@@ -182,7 +182,14 @@ fn what_a_pod_shows_follows_from_where_its_vm_is() {
         ("up and silent", silent, "Running", false, "creating", true),
         ("up, and another VM was probed", of(another_vm), "Running", false, "creating", true),
         ("up, and its former process was probed", of(another_process), "Running", false, "creating", true),
-        ("up, and its pid's former process was probed", of(another_start), "Running", false, "creating", true),
+        (
+            "up, and its pid's former process was probed",
+            of(another_start),
+            "Running",
+            false,
+            "creating",
+            true,
+        ),
         ("up after a failed hibernation", failed(living()), "Running", true, "failed", true),
         (
             "hibernating",

@@ -8,7 +8,7 @@ use crate::config::NodeConfig;
 
 /// What follows.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Go on.
     Allowed,
     /// 401.
@@ -19,7 +19,7 @@ pub enum Verdict {
 
 /// Whether this caller may use the port at all. Deny by default.
 #[must_use]
-pub fn judge(caller: Option<&Subject>, config: &NodeConfig) -> Verdict {
+pub(crate) fn judge(caller: Option<&Subject>, config: &NodeConfig) -> Verdict {
     let Some(caller) = caller else { return Verdict::Unknown };
     let allowed = config.kubelet_users.contains(&caller.name)
         || caller.groups.iter().any(|group| config.kubelet_groups.contains(group));

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 /// What the client says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Said {
+pub(crate) enum Said {
     /// Bytes for standard input.
     Stdin(Vec<u8>),
     /// Standard input is over (v5).
@@ -27,17 +27,17 @@ const RESIZE: u8 = 4;
 const CLOSE: u8 = 255;
 
 /// The sub-protocols that are served, best first.
-pub const PROTOCOLS: [&str; 2] = ["v5.channel.k8s.io", "v4.channel.k8s.io"];
+pub(crate) const PROTOCOLS: [&str; 2] = ["v5.channel.k8s.io", "v4.channel.k8s.io"];
 
 /// The best one among what the client offers.
 #[must_use]
-pub fn choose(offered: &str) -> Option<&'static str> {
+pub(crate) fn choose(offered: &str) -> Option<&'static str> {
     PROTOCOLS.into_iter().find(|known| offered.split(',').any(|one| one.trim() == *known))
 }
 
 /// Reads a client's message.
 #[must_use]
-pub fn read(message: &[u8]) -> Said {
+pub(crate) fn read(message: &[u8]) -> Said {
     match message {
         [] => Said::Wrong("an empty message has no channel".to_owned()),
         [STDIN] => Said::Nothing,
@@ -51,13 +51,13 @@ pub fn read(message: &[u8]) -> Said {
 
 /// A frame of standard output.
 #[must_use]
-pub fn stdout(data: &[u8]) -> Vec<u8> {
+pub(crate) fn stdout(data: &[u8]) -> Vec<u8> {
     frame(STDOUT, data)
 }
 
 /// A frame of standard error.
 #[must_use]
-pub fn stderr(data: &[u8]) -> Vec<u8> {
+pub(crate) fn stderr(data: &[u8]) -> Vec<u8> {
     frame(STDERR, data)
 }
 
@@ -70,7 +70,7 @@ fn frame(channel: u8, data: &[u8]) -> Vec<u8> {
 
 /// How a command ended, as `metav1.Status` on the error channel.
 #[must_use]
-pub fn status(outcome: &Result<i32, String>) -> Vec<u8> {
+pub(crate) fn status(outcome: &Result<i32, String>) -> Vec<u8> {
     let status: Value = match outcome {
         Ok(0) => json!({"metadata": {}, "status": "Success"}),
         Ok(code) => json!({

@@ -4,12 +4,12 @@ use percent_encoding::percent_decode_str;
 
 /// Names and values in order, decoded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Query(Vec<(String, String)>);
+pub(crate) struct Query(Vec<(String, String)>);
 
 impl Query {
     /// Reads `a=1&b=2`; what is not UTF-8 after decoding is replaced.
     #[must_use]
-    pub fn parse(text: &str) -> Self {
+    pub(crate) fn parse(text: &str) -> Self {
         let decode =
             |text: &str| percent_decode_str(&text.replace('+', " ")).decode_utf8_lossy().into_owned();
         let pairs = text.split('&').filter(|pair| !pair.is_empty()).map(|pair| {
@@ -21,24 +21,24 @@ impl Query {
 
     /// The first value of a name; empty ones do not count.
     #[must_use]
-    pub fn first(&self, name: &str) -> Option<&str> {
+    pub(crate) fn first(&self, name: &str) -> Option<&str> {
         self.0.iter().find(|(key, value)| key == name && !value.is_empty()).map(|(_, value)| value.as_str())
     }
 
     /// All values of a name.
     #[must_use]
-    pub fn all(&self, name: &str) -> Vec<String> {
+    pub(crate) fn all(&self, name: &str) -> Vec<String> {
         self.0.iter().filter(|(key, _)| key == name).map(|(_, value)| value.clone()).collect()
     }
 
     /// Whether one of the names is set to `1` or `true`.
     #[must_use]
-    pub fn flag(&self, names: &[&str]) -> bool {
+    pub(crate) fn flag(&self, names: &[&str]) -> bool {
         names.iter().any(|name| matches!(self.first(name), Some("1" | "true")))
     }
 
     /// A number, or why it is none.
-    pub fn number(&self, name: &str) -> Result<Option<u64>, String> {
+    pub(crate) fn number(&self, name: &str) -> Result<Option<u64>, String> {
         let Some(text) = self.first(name) else { return Ok(None) };
         text.parse().map(Some).map_err(|_| format!("{name}={text:?} is not a whole number from 0 up"))
     }

@@ -10,7 +10,7 @@ use crate::reason::Reason;
 
 /// The answer to a request for the logs of a container without a console.
 #[must_use]
-pub fn for_logs(pod: &Pod) -> String {
+pub(crate) fn for_logs(pod: &Pod) -> String {
     let (container, name) = (container(pod), pod.metadata.name.as_deref().unwrap_or_default());
     let state = if has_ended(pod) { "has terminated" } else { "is waiting to start" };
     format!("container {container:?} in pod {name:?} {state}: {}", why(pod))
@@ -18,13 +18,13 @@ pub fn for_logs(pod: &Pod) -> String {
 
 /// The answer to an exec into a container that does not run.
 #[must_use]
-pub fn for_exec(pod: &Pod) -> String {
+pub(crate) fn for_exec(pod: &Pod) -> String {
     format!("container not running: {}", why(pod))
 }
 
 /// The name of the pod's only container.
 #[must_use]
-pub fn container(pod: &Pod) -> &str {
+pub(crate) fn container(pod: &Pod) -> &str {
     let first = pod.spec.as_ref().and_then(|spec| spec.containers.first());
     first.map_or("", |container| container.name.as_str())
 }

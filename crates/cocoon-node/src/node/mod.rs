@@ -3,7 +3,7 @@
 //! Entry point: [`Registrar::run`]. Every interval it reads node and lease and writes what is wrong, so
 //! any edit by somebody else lasts at most one interval.
 
-pub mod object;
+pub(crate) mod object;
 
 use std::{
     net::IpAddr,
@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// Between two looks at node and lease.
-pub const INTERVAL: Duration = Duration::from_secs(10);
+pub(crate) const INTERVAL: Duration = Duration::from_secs(10);
 /// After a failure.
 const AGAIN: Duration = Duration::from_secs(2);
 const LEASE_SECONDS: i32 = 40;
@@ -44,7 +44,7 @@ const LEASES: &str = "kube-node-lease";
 
 /// What the poller knows about the engine.
 #[derive(Debug)]
-pub struct Health {
+pub(crate) struct Health {
     verdict: watch::Sender<Verdict>,
 }
 
@@ -63,7 +63,7 @@ impl Default for Health {
 
 impl Health {
     /// Notes whether the engine answered.
-    pub fn note(&self, fault: Option<String>) {
+    pub(crate) fn note(&self, fault: Option<String>) {
         let now = fault.map_or(Verdict::Well, Verdict::Fault);
         self.verdict.send_if_modified(|verdict| {
             let changed = std::mem::discriminant(verdict) != std::mem::discriminant(&now);
@@ -82,7 +82,7 @@ impl Health {
 
 /// Keeps node and lease.
 #[derive(Clone)]
-pub struct Registrar {
+pub(crate) struct Registrar {
     nodes: Api<Node>,
     leases: Api<Lease>,
     config: NodeConfig,
@@ -104,7 +104,7 @@ impl std::fmt::Debug for Registrar {
 impl Registrar {
     /// A registrar of the node that `config` names.
     #[must_use]
-    pub fn new(
+    pub(crate) fn new(
         client: Client,
         config: NodeConfig,
         ports: &Ports,
@@ -121,7 +121,7 @@ impl Registrar {
 
     /// Until `shutdown`. The first look waits until the engine has answered, or failed to: a node that
     /// says Ready has an engine. Later turns are told within seconds.
-    pub async fn run(self, shutdown: CancellationToken) {
+    pub(crate) async fn run(self, shutdown: CancellationToken) {
         let mut health = self.health.verdict.subscribe();
         if *health.borrow_and_update() == Verdict::NotAskedYet {
             tokio::select! {
@@ -154,7 +154,7 @@ impl Registrar {
     }
 
     /// One look at node and lease, with what it takes to put them right.
-    pub async fn once(&self) -> kube::Result<()> {
+    pub(crate) async fn once(&self) -> kube::Result<()> {
         let node = self.node().await?;
         self.lease(&node).await
     }

@@ -11,7 +11,7 @@ use crate::{config::NodeConfig, ports::HostView};
 
 /// What is true of the node now.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Facts {
+pub(crate) struct Facts {
     /// The host.
     pub host: HostView,
     /// Bytes of the data file system that are this agent's VMs' (so that they are not counted twice).
@@ -27,7 +27,7 @@ const DISK_PRESSURE_PART: u64 = 20;
 /// Free memory below this is pressure.
 const MEMORY_PRESSURE: u64 = 100 << 20;
 /// Heartbeats are written at least this often, in seconds, even when nothing changed.
-pub const HEARTBEAT_SECONDS: i64 = 60;
+pub(crate) const HEARTBEAT_SECONDS: i64 = 60;
 
 fn labels(config: &NodeConfig) -> Map<String, Value> {
     let mut labels = Map::new();
@@ -55,7 +55,7 @@ fn arch() -> &'static str {
 
 /// The object to create when there is none.
 #[must_use]
-pub fn new(config: &NodeConfig) -> Value {
+pub(crate) fn new(config: &NodeConfig) -> Value {
     let mut labels = labels(config);
     labels.retain(|_, value| !value.is_null());
     let mut spec = json!({"taints": [taint()]});
@@ -71,7 +71,7 @@ fn taint() -> Value {
 
 /// What is missing on the main resource.
 #[must_use]
-pub fn main_patch(node: &Node, config: &NodeConfig) -> Option<Value> {
+pub(crate) fn main_patch(node: &Node, config: &NodeConfig) -> Option<Value> {
     let mut patch = Map::new();
     let present = node.metadata.labels.clone().unwrap_or_default();
     let wrong: Map<String, Value> = labels(config)
@@ -112,7 +112,7 @@ fn spec_patch(node: &Node, config: &NodeConfig) -> Option<Value> {
 
 /// The status patch, when something changed or the heartbeat is due.
 #[must_use]
-pub fn status_patch(node: &Node, config: &NodeConfig, facts: &Facts, now: Timestamp) -> Option<Value> {
+pub(crate) fn status_patch(node: &Node, config: &NodeConfig, facts: &Facts, now: Timestamp) -> Option<Value> {
     let old = node.status.clone().unwrap_or_default();
     let conditions = old.conditions.clone().unwrap_or_default();
     let ours = our_conditions(facts);

@@ -9,7 +9,9 @@ use super::{
 use crate::ports::VmPhase;
 
 /// What may happen to a VM's process between two looks at it.
-const DEATHS: [(&str, fn(&Stage, &str)); 2] = [
+type Death = fn(&Stage, &str);
+
+const DEATHS: [(&str, Death); 2] = [
     ("it is found dead and started again", |stage, vm| {
         stage.fake.world().vms.get_mut(vm).unwrap().view.phase = VmPhase::Stopped;
     }),
@@ -23,7 +25,7 @@ fn ready(stage: &Stage) -> bool {
 }
 
 /// A ready pod whose process has changed to one that answers nobody, and is known to have.
-async fn replaced(death: fn(&Stage, &str)) -> Stage {
+async fn replaced(death: Death) -> Stage {
     let stage = Stage::new(true).await;
     let vm = booted(&stage).await;
     stage.fake.world().slow.insert("probe".into(), Duration::from_millis(2500));

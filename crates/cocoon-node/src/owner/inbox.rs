@@ -49,7 +49,7 @@ pub struct Listed {
 }
 
 /// An answer to "give me the baseline".
-pub type BaselineAnswer = Result<SnapshotView, Trouble>;
+pub(crate) type BaselineAnswer = Result<SnapshotView, Trouble>;
 
 #[derive(Debug, Default)]
 struct State {

@@ -13,9 +13,9 @@ mod answering;
 mod budget;
 #[cfg(test)]
 mod cut_off;
-pub mod directory;
+pub(crate) mod directory;
 mod front;
-pub mod inbox;
+pub(crate) mod inbox;
 mod intake;
 mod known;
 mod newer;

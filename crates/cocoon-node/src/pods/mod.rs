@@ -4,8 +4,8 @@
 //! ends by itself. Bookmarks move the position; 410 lists again; everything else backs off, and so does a
 //! watch that is closed before it told anything.
 
-pub mod router;
-pub mod table;
+pub(crate) mod router;
+pub(crate) mod table;
 #[cfg(test)]
 mod tests;
 
@@ -31,7 +31,7 @@ const LONGEST_DELAY: Duration = Duration::from_secs(30);
 const WATCH_SECONDS: u32 = 290;
 
 /// The watch of one node's pods.
-pub struct PodWatch {
+pub(crate) struct PodWatch {
     api: Api<Pod>,
     selector: String,
     table: Arc<PodTable>,
@@ -58,12 +58,12 @@ enum End {
 impl PodWatch {
     /// Pods bound to `node`.
     #[must_use]
-    pub fn new(client: Client, node: &str, table: Arc<PodTable>, world: Arc<dyn World>) -> Self {
+    pub(crate) fn new(client: Client, node: &str, table: Arc<PodTable>, world: Arc<dyn World>) -> Self {
         Self { api: Api::all(client), selector: format!("spec.nodeName={node}"), table, world }
     }
 
     /// A complete list, as changes against the table, and the position to watch from.
-    pub async fn list(&self) -> kube::Result<(Vec<Change>, String)> {
+    pub(crate) async fn list(&self) -> kube::Result<(Vec<Change>, String)> {
         let list = self.api.list(&ListParams::default().fields(&self.selector)).await?;
         let position = list.metadata.resource_version.unwrap_or_default();
         Ok((self.table.replace(list.items), position))
@@ -71,14 +71,14 @@ impl PodWatch {
 
     /// Everything that is known, oldest first, as changes: for the first telling.
     #[must_use]
-    pub fn known(&self) -> Vec<Change> {
+    pub(crate) fn known(&self) -> Vec<Change> {
         let mut pods = self.table.all();
         pods.sort_by_key(|pod| pod.metadata.creation_timestamp.as_ref().map(|time| time.0));
         pods.into_iter().map(Change::Seen).collect()
     }
 
     /// Follows changes from `position` until `shutdown`.
-    pub async fn follow(&self, mut position: String, router: &Router, shutdown: CancellationToken) {
+    pub(crate) async fn follow(&self, mut position: String, router: &Router, shutdown: CancellationToken) {
         let mut backoff = Backoff::new(FIRST_DELAY, LONGEST_DELAY);
         while !shutdown.is_cancelled() {
             let end = tokio::select! {

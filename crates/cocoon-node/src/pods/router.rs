@@ -30,7 +30,7 @@ enum Place {
 
 /// Knows which incarnation is where.
 #[derive(Debug)]
-pub struct Router {
+pub(crate) struct Router {
     context: Arc<Context>,
     places: Mutex<BTreeMap<String, Place>>,
 }
@@ -38,7 +38,7 @@ pub struct Router {
 impl Router {
     /// A router that knows nothing yet.
     #[must_use]
-    pub fn new(context: Arc<Context>) -> Self {
+    pub(crate) fn new(context: Arc<Context>) -> Self {
         Self { context, places: Mutex::default() }
     }
 
@@ -47,7 +47,7 @@ impl Router {
     }
 
     /// Tells the owner; or refuses.
-    pub fn route(&self, change: Change) {
+    pub(crate) fn route(&self, change: Change) {
         match change {
             Change::Seen(pod) => self.seen(pod),
             Change::Gone(pod) => self.gone(&pod),
