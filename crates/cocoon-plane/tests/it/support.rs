@@ -1,8 +1,11 @@
 //! A plane in memory and a small client for it.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
 };
 
 use axum::body::Body;
@@ -12,6 +15,23 @@ use http_body_util::BodyExt as _;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use tower::ServiceExt as _;
+
+/// Ends a test that hangs; nothing waits for it otherwise.
+pub(crate) const HANGS: Duration = Duration::from_secs(120);
+
+/// The clock that deadlines are counted by stands still; only the test moves it. Real connections need none,
+/// so how fast the machine is has no say.
+pub(crate) struct StillClock(#[expect(dead_code, reason = "held for its end")] std::sync::mpsc::Sender<()>);
+
+impl StillClock {
+    pub(crate) fn new() -> Self {
+        let (held, end) = std::sync::mpsc::channel::<()>();
+        // As long as something blocks, the runtime leaves a paused clock alone.
+        tokio::task::spawn_blocking(move || end.recv_timeout(HANGS));
+        tokio::time::pause();
+        Self(held)
+    }
+}
 
 /// A world whose clocks follow tokio's and whose randomness is a counter.
 #[derive(Debug)]
@@ -168,15 +188,14 @@ impl Watch {
 
     /// Type and name of the next event.
     pub(crate) async fn pair(&mut self) -> (String, String) {
-        let event =
-            tokio::time::timeout(std::time::Duration::from_secs(5), self.next()).await.unwrap().unwrap();
+        let event = tokio::time::timeout(HANGS, self.next()).await.unwrap().unwrap();
         let word = |path: &str| event.pointer(path).and_then(Value::as_str).unwrap_or_default().to_owned();
         (word("/type"), word("/object/metadata/name"))
     }
 
     /// Nothing comes.
     pub(crate) async fn is_silent(&mut self) -> bool {
-        tokio::time::timeout(std::time::Duration::from_millis(200), self.next()).await.is_err()
+        tokio::time::timeout(Duration::from_millis(200), self.next()).await.is_err()
     }
 }
 

@@ -26,7 +26,7 @@ async fn list_then_watch_sees_each_object_exactly_once() {
         }
         let revision = list.text("/metadata/resourceVersion").to_owned();
         let mut watch =
-            client.watch(&format!("{MAPS}?watch=true&resourceVersion={revision}&timeoutSeconds=1")).await;
+            client.watch(&format!("{MAPS}?watch=true&resourceVersion={revision}&timeoutSeconds=600")).await;
         assert_eq!(made.await.unwrap(), 201);
         let name = format!("m{round}");
         if !seen.contains_key(&name) {

@@ -133,10 +133,14 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let prober = NetProber::default();
-        let (ip, limit) = (Ipv4Addr::LOCALHOST, Duration::from_secs(1));
+        // Long enough for a machine that stands still for a while; neither answer waits for it.
+        let (ip, limit) = (Ipv4Addr::LOCALHOST, Duration::from_secs(120));
         prober.probe(ip, Some(port), limit).await.unwrap();
-        drop(listener);
-        let why = prober.probe(ip, Some(port), limit).await.unwrap_err();
+        // Bound and deaf: refused, and nobody else's meanwhile.
+        let deaf = tokio::net::TcpSocket::new_v4().unwrap();
+        deaf.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let closed = deaf.local_addr().unwrap().port();
+        let why = prober.probe(ip, Some(closed), limit).await.unwrap_err();
         assert!(why.starts_with("TCP connect to 127.0.0.1:"), "{why}");
     }
 
