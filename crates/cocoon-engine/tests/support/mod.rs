@@ -322,14 +322,15 @@ pub(crate) async fn nothing_of_it_starts() {
     until("the start of what a killed engine was starting", || async { starting().is_empty() }).await;
 }
 
-/// Processes in our network namespace that run this very program, other than this one.
+/// Processes in our mount namespace that run this very program, other than this one. (A QEMU that starts leaves our
+/// network namespace before it is one.)
 fn starting() -> Vec<u32> {
     let of = |pid: &str, what: &str| std::fs::read_link(format!("/proc/{pid}/{what}")).ok();
-    let [ours, here] = ["exe", "ns/net"].map(|what| of("self", what));
+    let [ours, here] = ["exe", "ns/mnt"].map(|what| of("self", what));
     let all = std::fs::read_dir("/proc").unwrap().flatten();
     all.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
         .filter(|pid: &u32| *pid != std::process::id())
-        .filter(|pid| of(&pid.to_string(), "exe") == ours && of(&pid.to_string(), "ns/net") == here)
+        .filter(|pid| of(&pid.to_string(), "exe") == ours && of(&pid.to_string(), "ns/mnt") == here)
         .collect()
 }
 
