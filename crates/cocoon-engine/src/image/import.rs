@@ -351,6 +351,13 @@ mod tests {
         go_on: Mutex<mpsc::Receiver<()>>,
     }
 
+    impl Blocking {
+        fn wait(&self) {
+            self.asked.send(()).unwrap();
+            self.go_on.lock().unwrap().recv().unwrap();
+        }
+    }
+
     impl Source for Blocking {
         fn image(&self) -> &str {
             &self.layers[0]
@@ -361,8 +368,7 @@ mod tests {
         }
 
         fn open(&self, _: usize) -> io::Result<Box<dyn Read + Send + '_>> {
-            self.asked.send(()).unwrap();
-            self.go_on.lock().unwrap().recv().unwrap();
+            self.wait();
             Err(io::Error::other("that was all"))
         }
     }
