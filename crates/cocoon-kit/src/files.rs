@@ -1,8 +1,9 @@
 //! Durable files and locks.
 //!
 //! Entry points: [`replace`] (a reader sees the old or the new content, never a part, and after the
-//! call the new one survives a power cut), [`reserve`] (space for what must be writable on a full disk) and
-//! [`Lock`] (one holder across processes, released by the kernel when the holder dies).
+//! call the new one survives a power cut), [`create`] (the same, over nothing that is there), [`reserve`]
+//! (space for what must be writable on a full disk) and [`Lock`] (one holder across processes, released by
+//! the kernel when the holder dies).
 
 use std::{
     fs::{File, OpenOptions},

@@ -5,8 +5,8 @@
 //! writable disk), `oci/temp` (half-made things; emptied when nobody works), `oci/locks`.
 //!
 //! Invariants: a file appears under its final name complete and synced; whoever adds or uses blobs
-//! holds a shared [`Lease`], and [`Store::quiet`] takes it exclusively, so nothing is removed that is
-//! about to be named; an archive is hostile (see `unpack`).
+//! holds a shared [`Lease`] until that work has ended, also when nobody waits for it any more, and
+//! [`Store::quiet`] takes it exclusively, so nothing is removed that is about to be named; an archive is hostile (see `unpack`).
 
 use std::{
     collections::BTreeSet,
