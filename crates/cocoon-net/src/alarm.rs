@@ -33,7 +33,7 @@ const BACKLOG: usize = 1 << 20;
 const GROUP: u32 = 1 << (7 - 1);
 /// `NFNL_SUBSYS_NFTABLES`: the upper byte of a message's type.
 const SUBSYSTEM: u8 = 10;
-/// `NFT_MSG_NEWSETELEM`: rows that come are no damage.
+/// `NFT_MSG_NEWSETELEM`: rows that come take nothing away, and each tap and lease brings some. Strange ones are for the sweep.
 const NEW_ELEMENT: u8 = 12;
 /// `NFT_MSG_NEWGEN`: names no table.
 const NEW_GENERATION: u8 = 15;

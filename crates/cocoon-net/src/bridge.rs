@@ -23,9 +23,9 @@ use crate::{
     links::{self, LinkError},
     names::{self, BRIDGE_ALIAS, Mac, TABLE_PREFIX, table_name},
     netlink::{Link, Netlink},
-    nft,
+    nft::{self, NftError},
     rules::{self, AddressRow, Rows, TapRow},
-    sysctl,
+    sysctl::{self, Saved},
 };
 
 /// How long a daemon that was told to end may take.
@@ -99,19 +99,29 @@ pub struct State {
     listing: String,
 }
 
-/// Makes the network, or repairs what is missing of it. Rows for live taps and leases are put back too.
+/// Makes the network, or repairs what is missing of it, where no other interface has its addresses.
 pub async fn ensure(network: &NetworkConfig) -> Result<State, BridgeError> {
     network.check()?;
+    let netlink = Netlink::open().map_err(At(network).system("opening netlink"))?;
+    // Before anything is made.
+    refuse_overlap(network, &netlink).await?;
+    find_bridge(network, &netlink).await?;
+    repair(network).await
+}
+
+/// As [`ensure`], for a network that is in use: rows for live taps and leases are put back too, and what others do with
+/// its addresses keeps no filter from being in force.
+pub(crate) async fn repair(network: &NetworkConfig) -> Result<State, BridgeError> {
     let at = At(network);
     files::private_folder(&network.state_dir).map_err(at.system("state folder"))?;
     network.save()?;
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
-    refuse_overlap(network, &netlink).await?;
-    let bridge = ensure_bridge(network, &netlink).await?;
-    let inherited = inherited_forwarding(network).await;
-    let saved =
-        sysctl::forwarding_on(&network.state_dir, inherited).map_err(at.system("net.ipv4.ip_forward"))?;
+    let saved = remember_forwarding(network).await?;
+    // Before there is a bridge to filter; and before the switch is turned, so that another network of this host that
+    // finds it turned finds the note in our table too.
     let listing = apply_filter(network, &netlink, &saved.ip_forward).await?;
+    sysctl::forwarding_on().map_err(at.system("net.ipv4.ip_forward"))?;
+    let bridge = ensure_bridge(network, &netlink).await?;
     coexist_with_others(network).await;
     repair_taps(network, &netlink, bridge).await?;
     // A tap may have gone while its rows were put back.
@@ -126,7 +136,7 @@ pub(crate) enum Look {
     Intact,
     /// A tap is not wired or not filtered, as one that is just being made or removed: worth a second look.
     Unwired,
-    /// Bridge, address, tables or rules are not as they were made.
+    /// Bridge, address, forwarding, tables or rules are not as they were made.
     Broken,
 }
 
@@ -145,12 +155,18 @@ pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look,
     let bridge =
         links.iter().find(|link| link.name == network.bridge && link.index == state.index && link.up);
     let addressed = has_address(network, &netlink, state.index).await?;
-    let listed = list_tables(network).await.is_ok_and(|listing| listing == state.listing);
-    if bridge.is_none() || !addressed || !listed {
+    let forwarding = sysctl::forwarding().map_err(at.system("net.ipv4.ip_forward"))?;
+    if bridge.is_none()
+        || !addressed
+        || !sysctl::is_on(&forwarding)
+        || !as_made(network, &state.listing).await
+    {
         return Ok(Look::Broken);
     }
+    let reached = netlink.reached().await.map_err(at.system("listing forwarding entries"))?;
     let wired = |(tap, mac): &(&Link, Mac)| {
-        tap.up && tap.controller == Some(state.index) && rows.filter(&tap.name, *mac)
+        let port = tap.up && tap.controller == Some(state.index) && tap.port.fit(!network.vm_to_vm);
+        port && reached.contains(&(tap.index, *mac)) && rows.filter(&tap.name, *mac)
     };
     let leases = leases::load(&network.lease_file())?;
     let granted = rows.grant(&address_rows(&leases.live(Timestamp::now())), &address_rows(&leases.all()));
@@ -160,10 +176,18 @@ pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look,
     Ok(if whole { Look::Intact } else { Look::Unwired })
 }
 
-/// Whether the filter is in force as `state` says.
+/// Whether the filter is in force, as `state` says and for every tap. What cannot be seen is not.
 pub(crate) async fn filtered(network: &NetworkConfig, state: &State) -> bool {
-    let listed = list_tables(network).await.is_ok_and(|listing| listing == state.listing);
-    listed && filter_rows(network).await.is_some()
+    let Some(rows) = filter_rows(network).await else { return false };
+    let Ok(netlink) = Netlink::open() else { return false };
+    let Ok(links) = netlink.links().await else { return false };
+    let taps = links::taps_of(network, &links);
+    as_made(network, &state.listing).await && taps.iter().all(|(tap, mac)| rows.filter(&tap.name, *mac))
+}
+
+/// Whether our tables hold what was put there, rows apart.
+async fn as_made(network: &NetworkConfig, listing: &str) -> bool {
+    list_tables(network).await.is_ok_and(|found| found == listing)
 }
 
 /// The rows of taps and addresses. `None`: the tables are not as we made them.
@@ -184,7 +208,8 @@ pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), Bridge
     if let Some(bridge) = found.filter(|link| link.alias.as_deref() == Some(BRIDGE_ALIAS)) {
         netlink.delete(bridge.index).await.map_err(at.system("removal"))?;
     }
-    let foreign = coexist::removals(&tables_of_others().await, &network.bridge);
+    let others = tables_of_others().await.map_err(at.filter())?;
+    let foreign = coexist::removals(&others, &network.bridge);
     let text = rules::delete_tables(&network.bridge) + &foreign;
     nft::apply(&text).await.map_err(at.filter())?;
     let others = !other_tables(network).await.map_err(at.filter())?.is_empty();
@@ -248,17 +273,24 @@ async fn refuse_overlap(network: &NetworkConfig, netlink: &Netlink) -> Result<()
     }
 }
 
+/// The bridge, if there is one; something else of its name is an error.
+async fn find_bridge(network: &NetworkConfig, netlink: &Netlink) -> Result<Option<Link>, BridgeError> {
+    match netlink.link(&network.bridge).await.map_err(At(network).system("lookup"))? {
+        Some(link) if !link.is_bridge => Err(BridgeError::NotABridge(network.bridge.clone())),
+        found => Ok(found),
+    }
+}
+
 async fn ensure_bridge(network: &NetworkConfig, netlink: &Netlink) -> Result<u32, BridgeError> {
     let at = At(network);
     let name = &network.bridge;
-    let mut found = netlink.link(name).await.map_err(at.system("lookup"))?;
+    let mut found = find_bridge(network, netlink).await?;
     if found.is_none() {
         netlink.add_bridge(name, bridge_mac(network.gateway)).await.map_err(at.system("creation"))?;
-        found = netlink.link(name).await.map_err(at.system("lookup"))?;
+        found = find_bridge(network, netlink).await?;
     }
-    let Some(bridge) = found.filter(|link| link.is_bridge) else {
-        return Err(BridgeError::NotABridge(name.clone()));
-    };
+    // It was there a moment ago.
+    let bridge = found.ok_or_else(|| BridgeError::NotABridge(name.clone()))?;
     if bridge.alias.as_deref() == Some(BRIDGE_ALIAS) {
         // Guests are IPv4 only; a kernel without IPv6 has no such switch.
         let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
@@ -271,7 +303,7 @@ async fn ensure_bridge(network: &NetworkConfig, netlink: &Netlink) -> Result<u32
     Ok(bridge.index)
 }
 
-async fn list_tables(network: &NetworkConfig) -> Result<String, String> {
+async fn list_tables(network: &NetworkConfig) -> Result<String, NftError> {
     let [host, taps] = rules::list_tables(&network.bridge);
     let (host, taps) = tokio::try_join!(nft::list(&host), nft::list(&taps))?;
     Ok(host + &taps)
@@ -309,7 +341,7 @@ async fn apply_filter(
     let (listing, applied) = tokio::join!(nft::list_made(&rules, &tables), nft::apply(&text));
     applied.map_err(at.filter())?;
     let listing = listing.map_err(at.filter())?;
-    if !list_tables(network).await.is_ok_and(|found| found == listing) {
+    if !as_made(network, &listing).await {
         // Somebody has chains or sets of his own among ours, which go with the table. A row that comes in this moment
         // goes too; the alarm, which hears that, has it put back.
         taps.extend(filter_rows(network).await.unwrap_or_default().taps());
@@ -347,6 +379,15 @@ fn note(old_forward: &str) -> String {
     format!("{NOTE}{}", if known { old_forward } else { "0" })
 }
 
+/// Records what the switch was before any network of ours was on this host. Read before the others' notes: one that
+/// turns it now has left its note already.
+async fn remember_forwarding(network: &NetworkConfig) -> Result<Saved, BridgeError> {
+    let at = At(network);
+    let found = sysctl::forwarding().map_err(at.system("net.ipv4.ip_forward"))?;
+    let found = inherited_forwarding(network).await.unwrap_or(found);
+    sysctl::remember_forwarding(&network.state_dir, found).map_err(at.system("net.ipv4.ip_forward"))
+}
+
 /// What another network of ours on this host found when it turned forwarding on.
 async fn inherited_forwarding(network: &NetworkConfig) -> Option<String> {
     for table in other_tables(network).await.ok()? {
@@ -359,7 +400,7 @@ async fn inherited_forwarding(network: &NetworkConfig) -> Option<String> {
 }
 
 /// The tables of our other networks in this namespace.
-async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
+async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, NftError> {
     let own = table_name(&network.bridge);
     let tables = nft::list_json("list tables inet").await?;
     let names = tables.iter().filter_map(|object| object.pointer("/table/name")?.as_str());
@@ -369,30 +410,38 @@ async fn other_tables(network: &NetworkConfig) -> Result<Vec<String>, String> {
 /// Opens the tables of other firewalls for guests, where they would drop their packets. Best effort: the
 /// other may be changing its own table at this moment; the next sweep looks again.
 pub(crate) async fn coexist_with_others(network: &NetworkConfig) {
-    // No such table is the ordinary case.
-    let listing = tables_of_others().await;
-    if listing.is_empty() {
-        return;
-    }
+    let listing = match tables_of_others().await {
+        // No such table is the ordinary case.
+        Ok(listing) if listing.is_empty() => return,
+        Ok(listing) => listing,
+        Err(error) => {
+            tracing::warn!(bridge = network.bridge, %error, "whether the host's own firewall blocks guests is not known");
+            return;
+        }
+    };
     // One table may refuse (it has an owner, or is changed right now) without keeping back the others.
     for text in coexist::accepts(&listing, network, &bridges_of_others(network).await) {
         match nft::apply(&text).await {
             Ok(()) => tracing::info!(bridge = network.bridge, "the host's own firewall is opened for guests"),
-            Err(message) => {
-                tracing::warn!(bridge = network.bridge, message, "the host's own firewall may block guests");
+            Err(error) => {
+                tracing::warn!(bridge = network.bridge, %error, "the host's own firewall may block guests");
             }
         }
     }
 }
 
 /// The tables of other firewalls that may drop what we let pass, whole.
-async fn tables_of_others() -> Vec<Value> {
-    let chains = nft::list_json(coexist::LIST_CHAINS).await.unwrap_or_default();
+async fn tables_of_others() -> Result<Vec<Value>, NftError> {
+    let chains = nft::list_json(coexist::LIST_CHAINS).await?;
     let mut listing = Vec::new();
     for command in coexist::list_tables(&chains) {
-        listing.extend(nft::list_json(&command).await.unwrap_or_default());
+        match nft::list_json(&command).await {
+            // Its owner took it away since.
+            Err(NftError::NotThere(_)) => {}
+            table => listing.extend(table?),
+        }
     }
-    listing
+    Ok(listing)
 }
 
 /// The host's other bridges, without those that lead to the world: they are networks of containers and VMs.
@@ -421,9 +470,9 @@ impl At<'_> {
         move |source| BridgeError::System { step, bridge, source }
     }
 
-    fn filter(&self) -> impl FnOnce(String) -> BridgeError + use<> {
+    fn filter(&self) -> impl FnOnce(NftError) -> BridgeError + use<> {
         let bridge = self.0.bridge.clone();
-        move |message| BridgeError::Filter { bridge, message }
+        move |error| BridgeError::Filter { bridge, message: error.to_string() }
     }
 }
 

@@ -17,9 +17,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::dhcp::Counters;
+use crate::{config::NetworkConfig, dhcp::Counters};
 
-const MAX_LINE: u64 = 4096;
+/// Two paths of a network's settings fit.
+const MAX_LINE: u64 = 16 * 1024;
 const MAX_CLIENTS: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -59,6 +60,9 @@ pub struct Answer {
     /// The daemon's process id (ping).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
+    /// The network that it serves (ping).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkConfig>,
     /// Figures (status).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<serde_json::Value>,

@@ -310,9 +310,9 @@ impl Daemon {
                 Effect::Revoke { mac, ip } => rules::delete_address(bridge, mac, ip),
             })
             .collect();
-        let Err(message) = nft::apply(&text).await else { return Ok(()) };
+        let Err(error) = nft::apply(&text).await else { return Ok(()) };
         // Most likely somebody flushed the filter. A repair puts in every row of the file just written.
-        if self.repair().await { Ok(()) } else { Err(message) }
+        if self.repair().await { Ok(()) } else { Err(error.to_string()) }
     }
 
     /// Goes back to an earlier state; `failed` requests count as refused.
@@ -329,6 +329,7 @@ impl Daemon {
             Request::Ping { .. } => Answer {
                 version: Some(env!("CARGO_PKG_VERSION").to_owned()),
                 pid: Some(std::process::id()),
+                network: Some(self.network.clone()),
                 ..Answer::done()
             },
             Request::Status { .. } => {
@@ -416,7 +417,7 @@ impl Daemon {
             bridge = self.network.bridge,
             "the network was changed by somebody else; it is repaired"
         );
-        let state = match bridge::ensure(&self.network).await {
+        let state = match bridge::repair(&self.network).await {
             Ok(state) => state,
             Err(error) => {
                 tracing::error!(%error, cause = source(&error), "the network cannot be repaired now");

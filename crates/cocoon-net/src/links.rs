@@ -20,7 +20,7 @@ use crate::{
     config::NetworkConfig,
     names::{self, Mac},
     netlink::{Link, Netlink, Port},
-    nft,
+    nft::{self, NftError},
     rules::{self, Rows, TapRow},
     sys,
 };
@@ -96,15 +96,15 @@ pub async fn attach(network: &NetworkConfig, vm_id: &str, index: usize, mac: &st
     }
     let netlink = open(&name)?;
     let bridge = find_bridge(&netlink, network).await?;
-    let (fd, rows) = tokio::join!(open_tap(&name), list_rows(network, &name));
+    let (fd, rows) = tokio::join!(open_tap(&name), list_rows(network));
     let made = New { network, netlink: &netlink, vm_id, name: &name, mac };
-    let (fd, rows) = (fd?, rows?);
+    let (fd, rows) = (fd?, rows.map_err(|error| filter(&name, &error))?);
     match made.finish(&bridge, &rows).await {
         Ok(()) => Ok(Tap { name, fd }),
         Err(error) => {
             drop(fd);
-            if let Err(message) = nft::apply(&rules::delete_tap(&network.bridge, &name, mac)).await {
-                tracing::warn!(tap = name, message, "filter rows of a tap that failed are left to gc");
+            if let Err(error) = nft::apply(&rules::delete_tap(&network.bridge, &name, mac)).await {
+                tracing::warn!(tap = name, %error, "filter rows of a tap that failed are left to gc");
             }
             Err(error)
         }
@@ -124,11 +124,12 @@ pub async fn detach(network: &NetworkConfig, vm_id: &str) -> Result<(), LinkErro
     {
         netlink.delete(link.index).await.map_err(kernel("removal", &link.name))?;
     }
-    // Another VM whose id begins alike may own rows under the same prefix: those taps still exist.
-    let links = netlink.links().await.map_err(kernel("listing interfaces", &prefix))?;
+    // Another VM whose id begins alike may own rows under the same prefix: those taps still exist. Rows come first, as
+    // in `collect`.
     let rows = rows_or_none(network, &prefix).await?;
+    let links = netlink.links().await.map_err(kernel("listing interfaces", &prefix))?;
     let gone = rows.into_iter().filter(|(tap, _)| tap.starts_with(&prefix) && !exists(&links, tap));
-    remove_rows(network, gone.collect()).await
+    remove_rows(network, &netlink, gone.collect()).await
 }
 
 /// Removes interfaces and rows of ours whose VM is not in `live` (VM ids).
@@ -147,7 +148,7 @@ pub async fn collect(network: &NetworkConfig, live: &BTreeSet<String>) -> Result
         removed.insert(link.name.as_str());
     }
     let gone = rows.into_iter().filter(|(tap, _)| removed.contains(tap.as_str()) || !exists(&links, tap));
-    remove_rows(network, gone.collect()).await
+    remove_rows(network, &netlink, gone.collect()).await
 }
 
 /// The taps of this network that exist now, read from the kernel.
@@ -186,7 +187,8 @@ pub(crate) async fn cut_off(network: &NetworkConfig) -> Result<usize, LinkError>
 pub(crate) async fn drop_stale_rows(network: &NetworkConfig, netlink: &Netlink) -> Result<(), LinkError> {
     let rows = rows_or_none(network, &network.bridge).await?;
     let links = netlink.links().await.map_err(kernel("listing interfaces", &network.bridge))?;
-    remove_rows(network, rows.into_iter().filter(|row| is_stale(network, &links, row)).collect()).await
+    let stale = rows.into_iter().filter(|row| is_stale(network, &links, row));
+    remove_rows(network, netlink, stale.collect()).await
 }
 
 struct New<'a> {
@@ -208,7 +210,7 @@ impl New<'_> {
         let mut text: String =
             stale.map(|(tap, old)| rules::delete_tap(&network.bridge, tap, *old)).collect();
         text.push_str(&rules::add_tap(&network.bridge, name, mac));
-        nft::apply(&text).await.map_err(|message| filter(name, message))?;
+        nft::apply(&text).await.map_err(|error| filter(name, &error))?;
         // Taps carry no IPv6; a kernel without it has no such switch.
         let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
         // The filter knows no ARP outside of a bridge: a tap that lost its bridge is not answered. With a
@@ -254,25 +256,38 @@ async fn find_bridge(netlink: &Netlink, network: &NetworkConfig) -> Result<Link,
     found.filter(|link| link.is_bridge).ok_or_else(|| LinkError::NoBridge(network.bridge.clone()))
 }
 
-async fn list_rows(network: &NetworkConfig, interface: &str) -> Result<BTreeSet<TapRow>, LinkError> {
-    let listed = nft::list_json(&Rows::list(&network.bridge)).await;
-    listed.map(|objects| Rows::parse(&objects).taps()).map_err(|message| filter(interface, message))
+async fn list_rows(network: &NetworkConfig) -> Result<BTreeSet<TapRow>, NftError> {
+    Ok(Rows::parse(&nft::list_json(&Rows::list(&network.bridge)).await?).taps())
 }
 
 /// As [`list_rows`], but a table that is not there has no rows.
 async fn rows_or_none(network: &NetworkConfig, interface: &str) -> Result<BTreeSet<TapRow>, LinkError> {
-    match list_rows(network, interface).await {
-        Err(LinkError::Filter { message, .. }) if message.contains("No such file") => Ok(BTreeSet::new()),
-        result => result,
+    match list_rows(network).await {
+        Err(NftError::NotThere(_)) => Ok(BTreeSet::new()),
+        rows => rows.map_err(|error| filter(interface, &error)),
     }
 }
 
-async fn remove_rows(network: &NetworkConfig, rows: Vec<TapRow>) -> Result<(), LinkError> {
+/// Removes rows, and puts back those of taps that came meanwhile: a VM that starts again has the name and the rows that
+/// its death left.
+async fn remove_rows(
+    network: &NetworkConfig,
+    netlink: &Netlink,
+    rows: BTreeSet<TapRow>,
+) -> Result<(), LinkError> {
+    let bridge = &network.bridge;
+    let apply = async |text: String| match text.is_empty() {
+        true => Ok(()),
+        false => nft::apply(&text).await.map_err(|error| filter(bridge, &error)),
+    };
     if rows.is_empty() {
         return Ok(());
     }
-    let text: String = rows.iter().map(|(tap, mac)| rules::delete_tap(&network.bridge, tap, *mac)).collect();
-    nft::apply(&text).await.map_err(|message| filter(&network.bridge, message))
+    apply(rows.iter().map(|(tap, mac)| rules::delete_tap(bridge, tap, *mac)).collect()).await?;
+    let links = netlink.links().await.map_err(kernel("listing interfaces", bridge))?;
+    let back = taps_of(network, &links).into_iter().map(|(tap, mac)| (tap.name.clone(), mac));
+    let back = back.filter(|row| rows.contains(row));
+    apply(back.map(|(tap, mac)| rules::add_tap(bridge, &tap, mac)).collect()).await
 }
 
 fn is_orphan(network: &NetworkConfig, link: &Link, live: &BTreeSet<String>) -> bool {
@@ -306,8 +321,8 @@ fn kernel(step: &'static str, interface: &str) -> impl FnOnce(io::Error) -> Link
     move |source| LinkError::Kernel { step, interface, source }
 }
 
-fn filter(interface: &str, message: String) -> LinkError {
-    LinkError::Filter { interface: interface.to_owned(), message }
+fn filter(interface: &str, error: &NftError) -> LinkError {
+    LinkError::Filter { interface: interface.to_owned(), message: error.to_string() }
 }
 
 #[cfg(test)]

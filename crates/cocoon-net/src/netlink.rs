@@ -3,16 +3,19 @@
 //!
 //! Entry point: [`Netlink`]. Invariant: dropping it ends its task and closes its socket.
 
-use std::{io, net::Ipv4Addr};
+use std::{collections::BTreeSet, io, net::Ipv4Addr};
 
 use futures::TryStreamExt as _;
 use ipnet::Ipv4Net;
 use rtnetlink::{
     Error, Handle, LinkBridge, LinkBridgePort, LinkUnspec,
     packet_route::{
+        AddressFamily,
         address::{AddressAttribute, AddressMessage},
-        link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, Prop},
-        neighbour::{NeighbourFlags, NeighbourState},
+        link::{
+            InfoBridgePort, InfoKind, InfoPortData, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, Prop,
+        },
+        neighbour::{NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState},
     },
 };
 use tokio::task::JoinHandle;
@@ -30,6 +33,27 @@ pub(crate) struct Link {
     pub(crate) up: bool,
     pub(crate) mtu: u32,
     pub(crate) is_bridge: bool,
+    /// How it behaves as a port of a bridge, as far as the kernel says.
+    pub(crate) port: PortFlags,
+}
+
+/// Switches of a bridge's port. `None`: the kernel does not know it, or it is no port.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct PortFlags {
+    isolated: Option<bool>,
+    learning: Option<bool>,
+    flood: Option<bool>,
+    locked: Option<bool>,
+}
+
+impl PortFlags {
+    /// Whether they are as [`Netlink::plug`] sets them.
+    pub(crate) fn fit(self, isolated: bool) -> bool {
+        self.isolated.is_none_or(|set| set == isolated)
+            && self.learning != Some(true)
+            && self.flood != Some(true)
+            && self.locked != Some(false)
+    }
 }
 
 /// How a tap behaves as a port of the bridge.
@@ -148,6 +172,13 @@ impl Netlink {
         self.up(index).await
     }
 
+    /// The ports, by index, and the MACs that bridges of this namespace reach by them.
+    pub(crate) async fn reached(&self) -> io::Result<BTreeSet<(u32, Mac)>> {
+        let asked = self.handle.neighbours().get().set_address_family(AddressFamily::Bridge);
+        let messages: Vec<NeighbourMessage> = asked.execute().try_collect().await.map_err(system)?;
+        Ok(messages.iter().filter_map(reached).collect())
+    }
+
     pub(crate) async fn add_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
         self.handle.address().add(index, address.into(), prefix).replace().execute().await.map_err(system)
     }
@@ -158,6 +189,15 @@ impl Netlink {
             self.handle.address().get().execute().try_collect().await.map_err(system)?;
         Ok(messages.iter().filter_map(address).collect())
     }
+}
+
+fn reached(message: &NeighbourMessage) -> Option<(u32, Mac)> {
+    message.attributes.iter().find_map(|attribute| match attribute {
+        NeighbourAttribute::LinkLayerAddress(bytes) => {
+            Some((message.header.ifindex, Mac::new(bytes.as_slice().try_into().ok()?)))
+        }
+        _ => None,
+    })
 }
 
 fn address(message: &AddressMessage) -> Option<(u32, Ipv4Net)> {
@@ -190,11 +230,30 @@ fn link(message: &LinkMessage) -> Link {
             }
             LinkAttribute::LinkInfo(infos) => {
                 link.is_bridge = infos.iter().any(|info| matches!(info, LinkInfo::Kind(InfoKind::Bridge)));
+                link.port = port_flags(infos);
             }
             _ => {}
         }
     }
     link
+}
+
+fn port_flags(infos: &[LinkInfo]) -> PortFlags {
+    let mut flags = PortFlags::default();
+    let ports = infos.iter().filter_map(|info| match info {
+        LinkInfo::PortData(InfoPortData::BridgePort(port)) => Some(port),
+        _ => None,
+    });
+    for attribute in ports.flatten() {
+        match *attribute {
+            InfoBridgePort::Isolated(set) => flags.isolated = Some(set),
+            InfoBridgePort::Learning(set) => flags.learning = Some(set),
+            InfoBridgePort::UnicastFlood(set) => flags.flood = Some(set),
+            InfoBridgePort::Locked(set) => flags.locked = Some(set),
+            _ => {}
+        }
+    }
+    flags
 }
 
 /// The kernel's error number where there is one.

@@ -1,7 +1,7 @@
 //! Kernel switches that this crate turns, and their old values.
 //!
-//! Entry points: [`Saved`], [`forwarding_on`], [`forwarding_back`]. Invariants: an old value is durable in `state_dir`
-//! before the switch is turned; a record of another boot or another network namespace is not used; with
+//! Entry points: [`Saved`], [`forwarding`], [`remember_forwarding`], [`forwarding_on`], [`forwarding_back`]. Invariants:
+//! an old value is durable in `state_dir` before the switch is turned; a record of another boot or another network namespace is not used; with
 //! several networks on one host the last one taken down restores what the first one found.
 
 use std::{io, os::unix::fs::MetadataExt as _, path::Path};
@@ -21,30 +21,36 @@ pub(crate) struct Saved {
     pub(crate) ip_forward: String,
 }
 
-/// Turns forwarding on. `inherited` is the old value that an older network of this host recorded.
-pub(crate) fn forwarding_on(state_dir: &Path, inherited: Option<String>) -> io::Result<Saved> {
+/// The value of `net.ipv4.ip_forward`.
+pub(crate) fn forwarding() -> io::Result<String> {
+    Ok(std::fs::read_to_string(FORWARD)?.trim().to_owned())
+}
+
+/// Records `found` as the value to put back, unless one is recorded already.
+pub(crate) fn remember_forwarding(state_dir: &Path, found: String) -> io::Result<Saved> {
     let world = world()?;
-    let kept = load(state_dir)?.filter(|saved| saved.world == world);
-    let now = read()?;
-    let saved = match kept {
-        Some(saved) => saved,
-        None => {
-            let saved = Saved { world, ip_forward: inherited.unwrap_or_else(|| now.clone()) };
-            let text = serde_json::to_vec_pretty(&saved)?;
-            files::replace(&state_dir.join(FILE), &text, 0o600)?;
-            saved
-        }
-    };
-    if now != "1" {
-        std::fs::write(FORWARD, "1")?;
+    if let Some(saved) = load(state_dir)?.filter(|saved| saved.world == world) {
+        return Ok(saved);
     }
+    let saved = Saved { world, ip_forward: found };
+    files::replace(&state_dir.join(FILE), &serde_json::to_vec_pretty(&saved)?, 0o600)?;
     Ok(saved)
+}
+
+/// Turns forwarding on.
+pub(crate) fn forwarding_on() -> io::Result<()> {
+    if is_on(&forwarding()?) { Ok(()) } else { std::fs::write(FORWARD, "1") }
+}
+
+/// Whether a value of the switch lets packets pass.
+pub(crate) fn is_on(value: &str) -> bool {
+    value != "0"
 }
 
 /// Puts the old value back, unless another network of ours still needs forwarding, and forgets it.
 pub(crate) fn forwarding_back(state_dir: &Path, others: bool) -> io::Result<()> {
     let Some(saved) = load(state_dir)? else { return Ok(()) };
-    if !others && saved.world == world()? && read()? != saved.ip_forward {
+    if !others && saved.world == world()? && forwarding()? != saved.ip_forward {
         std::fs::write(FORWARD, &saved.ip_forward)?;
     }
     std::fs::remove_file(state_dir.join(FILE))
@@ -57,10 +63,6 @@ fn load(state_dir: &Path) -> io::Result<Option<Saved>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn read() -> io::Result<String> {
-    Ok(std::fs::read_to_string(FORWARD)?.trim().to_owned())
 }
 
 fn world() -> io::Result<String> {

@@ -172,6 +172,24 @@ fn taps_whose_filter_cannot_be_put_back_are_down_until_it_can() {
 }
 
 #[test]
+fn an_address_of_ours_on_another_interface_keeps_no_filter_from_its_repair() {
+    on_a_fresh_host("an_address_of_ours_on_another_interface_keeps_no_filter_from_its_repair", async || {
+        let folder = tempfile::tempdir().unwrap();
+        let network = network(folder.path());
+        let daemon = Daemon::sweeping(&network, NEVER).await;
+        let _guest = RawGuest::new(&network, VM_A, MAC_A).await;
+        let rules = filter();
+        shell("ip link add other type veth peer name other2; ip addr add 10.77.0.200/25 dev other");
+        for damage in ["nft flush set bridge cocoon_cocoon0 taps", "nft flush ruleset"] {
+            shell(damage);
+            let rules = rules.clone();
+            until(damage, move || filter() == rules).await;
+        }
+        daemon.stop().await;
+    });
+}
+
+#[test]
 fn without_any_filter_a_guest_has_no_mac_but_its_own_and_no_neighbours() {
     on_a_fresh_host("without_any_filter_a_guest_has_no_mac_but_its_own_and_no_neighbours", async || {
         let folder = tempfile::tempdir().unwrap();

@@ -390,9 +390,12 @@ fn what_somebody_else_breaks_is_repaired_and_guests_go_on() {
         let address = guest.address().await.unwrap();
         let (rules, link) = (
             filter(),
-            "ip -d -o link show dev btaaaaaaaa-0 | grep -oE 'master cocoon0|state forwarding|learning off|isolated on'",
+            "ip -d -o link show dev btaaaaaaaa-0 \
+               | grep -oE 'master cocoon0|state forwarding|(learning|flood) off|(isolated|locked) on'; \
+             bridge fdb show dev btaaaaaaaa-0 | grep 52:54:00:ab:cd:01; cat /proc/sys/net/ipv4/ip_forward",
         );
         let wired = shell(link);
+        assert_eq!(wired.lines().count(), 8, "{wired}");
         let damages = [
             "nft flush ruleset",
             "ip link del cocoon0",
@@ -400,6 +403,10 @@ fn what_somebody_else_breaks_is_repaired_and_guests_go_on() {
             "ip addr flush dev cocoon0",
             "nft flush chain bridge cocoon_cocoon0 guest",
             "ip link set btaaaaaaaa-0 nomaster",
+            "echo 0 > /proc/sys/net/ipv4/ip_forward",
+            "bridge link set dev btaaaaaaaa-0 isolated off",
+            "bridge link set dev btaaaaaaaa-0 locked off learning on flood on",
+            "bridge fdb del 52:54:00:ab:cd:01 dev btaaaaaaaa-0 master",
         ];
         for damage in damages {
             shell(damage);
@@ -558,6 +565,48 @@ fn two_networks_live_side_by_side_and_the_last_one_restores_the_host() {
         assert_eq!(std::fs::read_to_string("/proc/sys/net/ipv4/ip_forward").unwrap(), "1\n");
         bridge::teardown(&two, false).await.unwrap();
         assert_eq!(host_network(), before);
+    });
+}
+
+#[test]
+fn networks_that_come_at_once_restore_what_the_host_had() {
+    on_a_fresh_host("networks_that_come_at_once_restore_what_the_host_had", async || {
+        for _ in 0..10 {
+            let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+            let one = network(first.path());
+            let mut two = network(second.path());
+            two.bridge = "cocoon1".to_owned();
+            two.subnet = "10.78.0.0/24".parse().unwrap();
+            two.gateway = Ipv4Addr::new(10, 78, 0, 1);
+            tokio::try_join!(bridge::ensure(&one), bridge::ensure(&two)).unwrap();
+            bridge::teardown(&one, false).await.unwrap();
+            bridge::teardown(&two, false).await.unwrap();
+            assert_eq!(std::fs::read_to_string("/proc/sys/net/ipv4/ip_forward").unwrap(), "0\n");
+        }
+    });
+}
+
+#[test]
+fn a_tap_that_comes_while_the_rows_of_its_dead_namesake_go_is_filtered() {
+    on_a_fresh_host("a_tap_that_comes_while_the_rows_of_its_dead_namesake_go_is_filtered", async || {
+        let folder = tempfile::tempdir().unwrap();
+        let network = network(folder.path());
+        bridge::ensure(&network).await.unwrap();
+        let alive = BTreeSet::from([VM_A.to_owned()]);
+        for _ in 0..15 {
+            // It dies and leaves its rows.
+            drop(RawGuest::new(&network, VM_A, MAC_A).await);
+            let collect = async {
+                for _ in 0..4 {
+                    links::collect(&network, &alive).await.unwrap();
+                }
+            };
+            let (guest, ()) = tokio::join!(RawGuest::new(&network, VM_A, MAC_A), collect);
+            for set in ["taps", "macs", "chaddrs"] {
+                let rows = ok("nft", &format!("list set bridge cocoon_cocoon0 {set}"));
+                assert!(rows.contains(&guest.name), "{set}: {rows}");
+            }
+        }
     });
 }
 
