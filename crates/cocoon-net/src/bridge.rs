@@ -185,6 +185,11 @@ pub(crate) async fn filtered(network: &NetworkConfig, state: &State) -> bool {
     as_made(network, &state.listing).await && taps.iter().all(|(tap, mac)| rows.filter(&tap.name, *mac))
 }
 
+/// Who may use which address by the filter that is in force; nobody if there is none.
+pub(crate) async fn granted(network: &NetworkConfig) -> BTreeSet<AddressRow> {
+    filter_rows(network).await.unwrap_or_default().addresses()
+}
+
 /// Whether our tables hold what was put there, rows apart.
 async fn as_made(network: &NetworkConfig, listing: &str) -> bool {
     list_tables(network).await.is_ok_and(|found| found == listing)

@@ -40,7 +40,7 @@ use crate::{
     config::NetworkConfig,
     control::{self, Answer, Call, Request, Status},
     dhcp::{Effect, Outcome, Server, Settings, packet::Reply, table::Table},
-    leases::{self, LeaseError},
+    leases::{self, Lease, LeaseError, Parsed},
     links,
     names::Mac,
     nft, rules,
@@ -119,7 +119,7 @@ pub async fn run(options: DaemonOptions, shutdown: CancellationToken) -> Result<
     let _claim = claim(&network)?;
     let now = Timestamp::now();
     // Before anything is touched: a lease file that cannot be read must not cost anybody an address.
-    let server = load(&network, now)?;
+    let server = load(&network, now).await?;
     // Before the tables are made, so that no change of them goes unseen.
     let alarm = Alarm::open(&network.bridge).map_err(system("news of the packet filter", &network.bridge))?;
     let state = bridge::ensure(&network).await?;
@@ -174,9 +174,11 @@ fn claim(network: &NetworkConfig) -> Result<UnixDatagram, DaemonError> {
     }
 }
 
-fn load(network: &NetworkConfig, now: Timestamp) -> Result<Server, DaemonError> {
+async fn load(network: &NetworkConfig, now: Timestamp) -> Result<Server, DaemonError> {
     let pool = network.pool().map_err(BridgeError::from)?;
-    let parsed = leases::load(&network.lease_file())?;
+    let file = network.lease_file();
+    // A file that was moved away costs no guest its address: it does not ask for it again for half a lease's time.
+    let parsed = if file.exists() { leases::load(&file)? } else { in_use(network, now).await? };
     let settings = Settings {
         gateway: network.gateway,
         mask: network.subnet.netmask(),
@@ -190,6 +192,22 @@ fn load(network: &NetworkConfig, now: Timestamp) -> Result<Server, DaemonError> 
         server.set_aside(parsed.doubtful, until);
     }
     Ok(server)
+}
+
+/// Leases for the addresses that an earlier daemon's filter lets guests use. They are in the file when this returns.
+async fn in_use(network: &NetworkConfig, now: Timestamp) -> Result<Parsed, LeaseError> {
+    let expiry = now.saturating_add(network.lease_time).unwrap_or(Timestamp::MAX);
+    let rows = bridge::granted(network).await;
+    let leases: Vec<Lease> =
+        rows.into_iter().map(|(mac, ip)| Lease { mac: mac.to_string(), ip, expiry }).collect();
+    if !leases.is_empty() {
+        tracing::warn!(
+            addresses = leases.len(),
+            "there is no lease file; addresses in use are taken from the packet filter"
+        );
+        leases::save(&network.lease_file(), &leases)?;
+    }
+    Ok(Parsed { leases, ..Parsed::default() })
 }
 
 /// A socket that hears and speaks on the bridge only.

@@ -38,7 +38,9 @@ pub struct Lease {
 #[non_exhaustive]
 pub enum LeaseError {
     /// The file is there and is not a lease file.
-    #[error("lease file {path} is corrupt: {message}; move it away to start with no leases")]
+    #[error(
+        "lease file {path} is corrupt: {message}; move it away, and the addresses in use are taken from the packet filter"
+    )]
     Corrupt {
         /// Which file.
         path: String,

@@ -253,6 +253,11 @@ impl Rows {
         self.macs.into_iter().chain(self.chaddrs).collect()
     }
 
+    /// Each MAC and the address that it may use.
+    pub(crate) fn addresses(self) -> BTreeSet<AddressRow> {
+        self.addrs
+    }
+
     /// Whether `tap` is filtered, to `mac`.
     pub(crate) fn filter(&self, tap: &str, mac: Mac) -> bool {
         let row = (tap.to_owned(), mac);

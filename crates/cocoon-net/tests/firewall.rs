@@ -148,6 +148,28 @@ fn neither_a_lost_nor_a_changed_lease_file_costs_a_guest_its_address() {
 }
 
 #[test]
+fn a_lease_file_that_was_moved_away_while_no_daemon_ran_costs_no_guest_its_address() {
+    on_a_fresh_host(
+        "a_lease_file_that_was_moved_away_while_no_daemon_ran_costs_no_guest_its_address",
+        async || {
+            let folder = tempfile::tempdir().unwrap();
+            let network = network(folder.path());
+            let daemon = Daemon::sweeping(&network, NEVER).await;
+            let guest = Guest::new(&network, VM_A, MAC_A).await;
+            assert!(guest.dhcp().await.0);
+            let (rules, address) = (filter(), guest.address().await);
+            daemon.stop().await;
+            std::fs::remove_file(network.lease_file()).unwrap();
+            let daemon = Daemon::sweeping(&network, NEVER).await;
+            assert_eq!(filter(), rules);
+            let (success, text) = guest.dhcp().await;
+            assert!(success && guest.address().await == address, "{text}");
+            daemon.stop().await;
+        },
+    );
+}
+
+#[test]
 fn taps_whose_filter_cannot_be_put_back_are_down_until_it_can() {
     on_a_fresh_host("taps_whose_filter_cannot_be_put_back_are_down_until_it_can", async || {
         let folder = tempfile::tempdir().unwrap();
