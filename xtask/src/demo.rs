@@ -1,6 +1,6 @@
 //! `cargo xtask demo`: all the set-up and the main job, with its timings.
 
-use std::time::Instant;
+use std::{io::IsTerminal as _, time::Instant};
 
 use anyhow::{Context as _, bail};
 use clap::Args;
@@ -40,7 +40,10 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
             return Err(error);
         }
     };
-    println!("{}", story::table(&rows));
+    // Who watches has seen it grow.
+    if !(std::io::stdout().is_terminal() && std::io::stderr().is_terminal()) {
+        println!("{}", story::table(&rows));
+    }
     println!("{}", acceleration(&lab));
     let claims = rows.iter().filter(|row| row.took.is_none()).count();
     println!("{claims} claims checked, all hold; the story took {:.1} s", begun.elapsed().as_secs_f64());
@@ -74,6 +77,7 @@ fn kept(mut lab: Lab) -> anyhow::Result<()> {
          {kubectl} wait --for=condition=Ready pod {}\n  \
          {kubectl} exec {} -- uname -a\n  \
          {kubectl} annotate pod {} {key}=true      # hibernate\n  \
+         {kubectl} wait --for=jsonpath='{{.metadata.annotations.vm\\.cocoonstack\\.io/lifecycle-state}}'=hibernated pod {}\n  \
          {kubectl} annotate pod {} {key}-          # wake\n  \
          {kubectl} apply -f {fork}                # a fork: same memory, identity of its own\n  \
          {} vm list\n\n\
@@ -84,6 +88,7 @@ fn kept(mut lab: Lab) -> anyhow::Result<()> {
         lab.kubeconfig().display(),
         lab.data().display(),
         lab.built().bundle.display(),
+        story::DEMO,
         story::DEMO,
         story::DEMO,
         story::DEMO,

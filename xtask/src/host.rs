@@ -35,6 +35,7 @@ pub const BUNDLE: &[Package] = &[
 
 /// What the tests need besides.
 pub const TESTS: &[Package] = &[
+    ("strace", "/usr/bin/strace"),
     ("stress-ng", "/usr/bin/stress-ng"),
     ("python3-venv", "/usr/share/doc/python3-venv"),
     ("curl", "/usr/bin/curl"),

@@ -14,8 +14,11 @@ use crate::{
 /// What the engine takes at the least.
 const LEAST_MEMORY: u64 = 128 << 20;
 
-/// vCPU = CPU limit, else request, rounded up; memory = request, else limit; disk = `storage`.
-/// What is not said comes from `defaults`.
+/// Disks are made of whole pieces of so many bytes.
+const DISK_PIECE: u64 = 1 << 20;
+
+/// vCPU = CPU limit, else request, rounded up; memory = request, else limit; disk = `storage`, rounded up to whole
+/// MiB, so that `10G` is as good as `10Gi`. What is not said comes from `defaults`.
 pub(crate) fn sizes(pod: &Pod, storage: &str, defaults: Sizes) -> Result<Sizes, Trouble> {
     let resources = pod.spec.as_ref().and_then(|spec| spec.containers.first()?.resources.as_ref());
     let limits = resources.and_then(|r| r.limits.as_ref());
@@ -23,11 +26,16 @@ pub(crate) fn sizes(pod: &Pod, storage: &str, defaults: Sizes) -> Result<Sizes, 
     let cpu = resource(limits, "cpu")?.or(resource(requests, "cpu")?);
     let memory = resource(requests, "memory")?.or(resource(limits, "memory")?).unwrap_or(defaults.memory);
     if memory < LEAST_MEMORY {
-        let message = format!("the pod gets {memory} bytes of memory, a VM needs at least {LEAST_MEMORY}");
+        let message = format!(
+            "resource memory: {memory} bytes are too few, a VM needs at least {}Mi ({LEAST_MEMORY} bytes)",
+            LEAST_MEMORY >> 20
+        );
         return Err(Trouble::new(Reason::InvalidResources, message));
     }
     let annotation = cocoon_meta::keys::ANNOTATION_STORAGE;
     let storage = if storage.is_empty() { defaults.storage } else { whole(annotation, storage)? };
+    // What is too large to be rounded is too large for the engine, which says so.
+    let storage = storage.checked_next_multiple_of(DISK_PIECE).unwrap_or(storage);
     Ok(Sizes { cpu: cpu.unwrap_or(defaults.cpu).max(1), memory, storage })
 }
 
@@ -92,5 +100,20 @@ mod tests {
         let found = sizes(&pod(&resources), "20Gi", DEFAULTS).unwrap();
         assert_eq!(found, Sizes { cpu: 3, memory: 1 << 30, storage: 20 << 30 });
         assert_eq!(sizes(&pod(&serde_json::json!({})), "", DEFAULTS).unwrap(), DEFAULTS);
+    }
+
+    #[test]
+    fn a_disk_is_rounded_up_to_what_can_be_made() {
+        for (text, mebibytes) in [("10G", 9537), ("20G", 19074), ("1", 1), ("16Mi", 16), ("20Gi", 20 << 10)] {
+            let found = sizes(&pod(&serde_json::json!({})), text, DEFAULTS).unwrap();
+            assert_eq!(found.storage, mebibytes << 20, "{text}");
+        }
+    }
+
+    #[test]
+    fn too_little_memory_is_named_with_the_least_that_does() {
+        let trouble =
+            sizes(&pod(&serde_json::json!({"limits": {"memory": "100M"}})), "", DEFAULTS).unwrap_err();
+        assert!(trouble.message.contains("memory") && trouble.message.contains("128Mi"), "{trouble:?}");
     }
 }

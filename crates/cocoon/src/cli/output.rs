@@ -136,12 +136,15 @@ fn stamp(time: Timestamp) -> String {
     time.strftime("%Y-%m-%d %H:%M:%S").to_string()
 }
 
+/// No cell of a table is longer; what is cut can be seen with `-o json`.
+const WIDEST: usize = 250;
+
 /// Columns as wide as their widest cell, two spaces between, none at the end of a line. Cells come from
-/// snapshots and archives, so control characters are shown as `?`.
+/// snapshots and archives, so control characters are shown as `?`, and what is long is cut.
 fn table(head: &[&str], rows: Vec<Vec<String>>) -> String {
     let all: Vec<Vec<String>> = std::iter::once(head.iter().map(ToString::to_string).collect())
         .chain(rows)
-        .map(|row: Vec<String>| row.into_iter().map(|cell| plain(&cell)).collect())
+        .map(|row: Vec<String>| row.into_iter().map(|cell| cut(&plain(&cell))).collect())
         .collect();
     let widths: Vec<usize> = (0..head.len())
         .map(|at| {
@@ -153,6 +156,13 @@ fn table(head: &[&str], rows: Vec<Vec<String>>) -> String {
         cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
     };
     all.iter().map(line).collect()
+}
+
+fn cut(text: &str) -> String {
+    match text.char_indices().nth(WIDEST) {
+        Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
+        None => text.to_owned(),
+    }
 }
 
 /// A text that cannot steer a terminal.

@@ -4,7 +4,7 @@
 //! take the network down).
 
 use std::{
-    io::ErrorKind,
+    io::{self, ErrorKind},
     net::Ipv4Addr,
     path::Path,
     process::{Child, Command, Stdio},
@@ -15,7 +15,7 @@ use anyhow::{Context as _, bail};
 use cocoon_kit::files;
 use cocoon_net::{
     config::NetworkConfig,
-    control::{self, Request},
+    control::{self, Answer, Request},
     daemon,
 };
 use ipnet::Ipv4Net;
@@ -48,19 +48,22 @@ pub(super) fn config(
 /// gives its process.
 pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<Option<Child>> {
     network.check()?;
-    let text = serde_json::to_vec_pretty(network).context("network.json")?;
-    let file = network.network_file();
-    if ping(network).await.is_ok() {
-        let running = std::fs::read(&file).unwrap_or_default();
-        if running != text {
-            bail!(
-                "the network of {} runs with other settings; end its VMs and start again, or use the settings of {}",
-                network.state_dir.display(),
-                file.display()
-            );
+    match ping(network).await {
+        Ok(daemon) => return agree(network, daemon.network).map(|()| None),
+        Err(error) if nobody_listens(&error) => {}
+        // Its settings are not to be replaced under it.
+        Err(error) => {
+            return Err(error).with_context(|| {
+                format!(
+                    "the network daemon of {} does not answer; let it go on if it was stopped, or end it (its process id is in {})",
+                    network.state_dir.display(),
+                    network.state_dir.join("daemon.lock").display()
+                )
+            });
         }
-        return Ok(None);
     }
+    let file = network.network_file();
+    let text = serde_json::to_vec_pretty(network).context("network.json")?;
     files::replace(&file, &text, 0o600).with_context(|| format!("writing {}", file.display()))?;
     let mut child = spawn(network)?;
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -76,6 +79,19 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<Option<Chi
         sleep(Duration::from_millis(5)).await;
     }
     Ok(Some(child))
+}
+
+/// A network that runs goes by the settings that its daemon has, not by those of a file.
+fn agree(network: &NetworkConfig, running: Option<NetworkConfig>) -> anyhow::Result<()> {
+    if running.as_ref() == Some(network) {
+        return Ok(());
+    }
+    let running = running.map(|running| format!(" ({} on {})", running.subnet, running.bridge));
+    bail!(
+        "the network of {} runs with other settings{}; end its VMs and start again, or use those settings",
+        network.state_dir.display(),
+        running.unwrap_or_default()
+    )
 }
 
 /// Starts the daemon again whenever it is gone: without it no new guest has an address, and a filter
@@ -107,9 +123,8 @@ pub(super) async fn keep(network: &NetworkConfig, mut daemon: Option<Child>, end
     }
 }
 
-fn nobody_listens(error: &anyhow::Error) -> bool {
-    let io = error.downcast_ref::<std::io::Error>();
-    io.is_some_and(|io| matches!(io.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound))
+fn nobody_listens(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound)
 }
 
 fn spawn(network: &NetworkConfig) -> anyhow::Result<Child> {
@@ -137,16 +152,19 @@ fn log_tail(network: &NetworkConfig) -> String {
     text.lines().rev().take(3).collect::<Vec<_>>().join(" / ")
 }
 
-/// The daemon's process id, if one answers.
-async fn ping(network: &NetworkConfig) -> anyhow::Result<i32> {
-    let answer = control::ask(&network.control_socket, &Request::Ping { ping: true }).await?;
-    let pid = answer.pid.context("the network daemon does not say who it is")?;
-    Ok(i32::try_from(pid)?)
+/// What the daemon says of itself, if one answers.
+async fn ping(network: &NetworkConfig) -> io::Result<Answer> {
+    control::ask(&network.control_socket, &Request::Ping { ping: true }).await
 }
 
 /// Ends the daemon, waits for it, takes bridge, rules and sysctls back.
 pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
-    if let Ok(pid) = ping(network).await {
+    if let Ok(daemon) = ping(network).await {
+        let pid = daemon
+            .pid
+            .map(i32::try_from)
+            .transpose()?
+            .context("the network daemon does not say who it is")?;
         let process = Pid::from_raw(pid).context("the network daemon has no process id")?;
         kill_process(process, Signal::TERM).context("ending the network daemon")?;
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -160,4 +178,52 @@ pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
         }
     }
     daemon::teardown(network, false).await.context("taking the network down")
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
+        net::UnixListener,
+    };
+
+    use super::*;
+
+    fn network(folder: &Path, subnet: &str) -> NetworkConfig {
+        config("cocoon0", subnet.parse().unwrap(), &[], folder).unwrap()
+    }
+
+    /// What `ensure` says of a daemon that answers a ping with `answer`, or never.
+    async fn meets(network: &NetworkConfig, answer: Option<Answer>) -> Result<bool, String> {
+        let _ = std::fs::remove_file(&network.control_socket);
+        let listener = UnixListener::bind(&network.control_socket).unwrap();
+        let daemon = tokio::spawn(async move {
+            let mut stream = BufReader::new(listener.accept().await.unwrap().0);
+            stream.read_line(&mut String::new()).await.unwrap();
+            let Some(answer) = answer else { std::future::pending().await };
+            let text = serde_json::to_string(&answer).unwrap() + "\n";
+            stream.write_all(text.as_bytes()).await.unwrap();
+        });
+        let met = ensure(network).await;
+        daemon.abort();
+        met.map(|started| started.is_some()).map_err(|error| format!("{error:#}"))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_daemon_that_runs_is_used_with_its_own_settings_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (ours, theirs) = (network(folder.path(), "10.77.0.0/24"), network(folder.path(), "10.78.0.0/24"));
+        let says = |network| Some(Answer { network, ..Answer::done() });
+        // The file is what an attempt with other settings left.
+        std::fs::write(ours.network_file(), serde_json::to_vec_pretty(&ours).unwrap()).unwrap();
+        assert_eq!(meets(&ours, says(Some(ours.clone()))).await, Ok(false));
+        for answer in [says(Some(theirs.clone())), says(None)] {
+            let error = meets(&ours, answer).await.unwrap_err();
+            assert!(error.contains("other settings"), "{error}");
+        }
+        std::fs::write(ours.network_file(), "as it was").unwrap();
+        let error = meets(&ours, None).await.unwrap_err();
+        assert!(error.contains("does not answer") && error.contains("daemon.lock"), "{error}");
+        assert_eq!(std::fs::read_to_string(ours.network_file()).unwrap(), "as it was");
+    }
 }

@@ -172,6 +172,17 @@ fn tables_line_up_and_show_no_control_characters() {
 }
 
 #[test]
+fn a_text_of_any_length_is_cut_in_a_table_and_whole_as_json() {
+    let mut long = snapshot();
+    long.envelope.description = "d\u{e9}".repeat(100_000);
+    let listed = [long];
+    let table = snapshots(&listed, "table", false).unwrap();
+    assert!(table.lines().all(|line| line.chars().count() < 1000), "a row is too long");
+    assert!(table.contains('…'));
+    assert!(snapshots(&listed, "json", false).unwrap().contains(&listed[0].envelope.description));
+}
+
+#[test]
 fn snapshot_and_image_objects_have_the_keys_of_the_contract() {
     let keys = |text: &str| {
         let value: serde_json::Value = serde_json::from_str(text).unwrap();
