@@ -117,6 +117,32 @@ async fn a_push_that_lands_after_the_guest_went_on_is_known_as_ones_own() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_push_that_lands_long_after_the_guest_went_on_is_taken_back_within_a_minute() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    let tag = format!("{vm}:hibernate");
+    stage.fake.fail("push", 1, Reason::RegistryUnavailable);
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until_lifecycle("u1", "failed").await;
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until("on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
+    for wait in [5, 600] {
+        tokio::time::sleep(Duration::from_secs(wait)).await;
+        let id = stage.fake.world().records[&vm].strays[0].clone();
+        stage.fake.world().tags.insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into() });
+        let asked = stage.fake.calls("facts");
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert!(
+            !stage.fake.world().tags.contains_key(&tag),
+            "{wait} s later: others take it for a hibernation"
+        );
+        let asked = stage.fake.calls("facts") - asked;
+        assert!(asked <= 4, "{asked} looks in a minute");
+    }
+    stage.assert_sound();
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_pod_whose_name_was_edited_before_it_had_a_vm_is_refused_and_may_go() {
     let stage = Stage::new(true).await;
     stage.apply(pod("demo-0", "u1", &[("cocoonset.cocoonstack.io/image", "nowhere:1")]));

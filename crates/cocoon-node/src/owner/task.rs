@@ -63,6 +63,8 @@ pub(super) struct Owner {
     pub(super) ending_since: Option<Instant>,
     /// A bystander is being deleted and the API did not take its end yet.
     pub(super) end_again: bool,
+    /// When the tag was last looked at for pushes that were cut off.
+    pub(super) strays_seen: Instant,
     /// Steps since the last rest: a fuse against a planner that turns in circles (I9).
     pub(super) steps: u32,
 }
@@ -70,6 +72,8 @@ pub(super) struct Owner {
 /// The longest lifecycle has some thirty steps.
 const STEPS_WITHOUT_REST: u32 = 200;
 pub(super) const SLOWED_DOWN: Duration = Duration::from_secs(1);
+/// How often the tag of a guest that went on is looked at, while a push that was cut off may still land there.
+const STRAYS: Duration = Duration::from_secs(30);
 
 impl Owner {
     pub(super) fn new(
@@ -106,6 +110,7 @@ impl Owner {
             bystanders: BTreeMap::new(),
             ending_since: None,
             end_again: false,
+            strays_seen: now,
             steps: 0,
         }
     }
@@ -129,7 +134,10 @@ impl Owner {
             match step {
                 Step::Rest if self.recovered() => self.start_over(false),
                 Step::Rest if self.may_retire() && self.context.directory.retire(&self.vm_name) => return,
-                Step::Rest => self.sleep(None).await,
+                Step::Rest => {
+                    self.sleep(self.strays_due()).await;
+                    self.doubt_the_tag();
+                }
                 Step::Wait(limit) => {
                     self.sleep(Some(limit)).await;
                     known::ask_again(&mut self.o);
@@ -146,6 +154,22 @@ impl Owner {
                     None => self.carry_out(step).await,
                 },
             }
+        }
+    }
+
+    /// In how long the tag is due to be looked at again; `None`: nothing of ours can still land there.
+    fn strays_due(&self) -> Option<Duration> {
+        let record = self.o.record.as_ref().filter(|record| record.phase == Phase::Up)?;
+        let may_land = self.o.registry && !record.strays.is_empty();
+        let since = self.context.world.instant().duration_since(self.strays_seen);
+        may_land.then(|| STRAYS.saturating_sub(since))
+    }
+
+    /// What is known of the tag does not stand for ever while a push may still land.
+    fn doubt_the_tag(&mut self) {
+        if self.strays_due().is_some_and(|due| due.is_zero()) {
+            self.strays_seen = self.context.world.instant();
+            self.o.tag = Seen::Unknown;
         }
     }
 
