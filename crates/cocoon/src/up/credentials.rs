@@ -5,6 +5,7 @@
 //! stay valid as long as the authority.
 
 use std::{
+    io::ErrorKind,
     net::{IpAddr, SocketAddr},
     path::Path,
     sync::Arc,
@@ -78,6 +79,19 @@ impl Credentials {
             "contexts": [{"name": "cocoon", "context": {"cluster": "cocoon", "user": "admin", "namespace": "default"}}],
         });
         let text = serde_yaml_ng::to_string(&config).context("kubeconfig")?;
-        files::replace(path, text.as_bytes(), 0o600).with_context(|| format!("writing {}", path.display()))
+        match files::replace(path, text.as_bytes(), 0o600) {
+            // That of an earlier start works too, and through it pods say that the disk is full.
+            Err(error) if error.kind() == ErrorKind::StorageFull && self.is_ours(path, api) => {
+                tracing::warn!(path = %path.display(), "the disk is full: the kubeconfig of an earlier start stays");
+                Ok(())
+            }
+            written => written.with_context(|| format!("writing {}", path.display())),
+        }
+    }
+
+    /// Whether an earlier start wrote a kubeconfig for this address and authority.
+    fn is_ours(&self, path: &Path, api: SocketAddr) -> bool {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        [format!("https://{api}"), STANDARD.encode(&self.authority)].iter().all(|part| text.contains(part))
     }
 }
