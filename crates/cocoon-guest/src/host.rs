@@ -67,6 +67,8 @@ pub enum ExecEvent {
     Stdout(Vec<u8>),
     /// Bytes of standard error.
     Stderr(Vec<u8>),
+    /// A signal killed the command; `Exit(-1)` follows. Agents of earlier snapshots do not say it.
+    Killed(i32),
     /// The command ended; -1 when a signal killed it. Always the last event.
     Exit(i32),
 }
@@ -156,7 +158,7 @@ impl Channel {
             let mut output = Output::default();
             while let Some(event) = events.recv().await {
                 match event? {
-                    ExecEvent::Started(_) => {}
+                    ExecEvent::Started(_) | ExecEvent::Killed(_) => {}
                     ExecEvent::Stdout(data) => append(&mut output.stdout, &data),
                     ExecEvent::Stderr(data) => append(&mut output.stderr, &data),
                     ExecEvent::Exit(code) => return Ok(Output { code, ..output }),

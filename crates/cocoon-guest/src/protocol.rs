@@ -127,6 +127,8 @@ pub struct Frame {
     pub pid: i64,
     /// Exit code; -1 when a signal killed the command.
     pub exit_code: i64,
+    /// The signal that killed the command (our extension); 0: none, or an agent that does not say.
+    pub signal: i64,
     /// Text of an error.
     pub message: String,
     /// Whether `reseed` also makes a new machine id.
@@ -158,6 +160,12 @@ impl Frame {
     #[must_use]
     pub fn exit(code: i32) -> Self {
         Self { kind: Kind::Exit, exit_code: code.into(), ..Self::default() }
+    }
+
+    /// A terminal `exit` of a command that a signal killed.
+    #[must_use]
+    pub fn killed(signal: i32) -> Self {
+        Self { signal: signal.into(), ..Self::exit(-1) }
     }
 }
 
@@ -196,6 +204,8 @@ struct Wire<'a> {
     pid: i64,
     #[serde(skip_serializing_if = "is_zero")]
     exit_code: i64,
+    #[serde(skip_serializing_if = "is_zero")]
+    signal: i64,
     #[serde(skip_serializing_if = "str::is_empty")]
     message: &'a str,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -218,6 +228,7 @@ pub fn encode(frame: &Frame) -> Result<Vec<u8>, FrameError> {
         data: STANDARD.encode(&frame.data),
         pid: frame.pid,
         exit_code: frame.exit_code,
+        signal: frame.signal,
         message: &frame.message,
         regen_machine_id: frame.regen_machine_id,
         identity: (frame.kind == Kind::Identity).then_some(&frame.identity),
@@ -294,6 +305,7 @@ impl<'de> Visitor<'de> for RawVisitor {
                 "data" => set(&mut map, &mut raw.data)?,
                 "pid" => set(&mut map, &mut f.pid)?,
                 "exit_code" => set(&mut map, &mut f.exit_code)?,
+                "signal" => set(&mut map, &mut f.signal)?,
                 "message" => set(&mut map, &mut f.message)?,
                 "regen_machine_id" => set(&mut map, &mut f.regen_machine_id)?,
                 "macs" => set(&mut map, &mut f.identity.macs)?,
@@ -337,6 +349,7 @@ mod tests {
         for (frame, want) in [
             (Frame::exit(0), "{\"type\":\"exit\"}\n"),
             (Frame::exit(-1), "{\"type\":\"exit\",\"exit_code\":-1}\n"),
+            (Frame::killed(9), "{\"type\":\"exit\",\"exit_code\":-1,\"signal\":9}\n"),
             (
                 Frame::error("a<b>&\u{2028}"),
                 "{\"type\":\"error\",\"message\":\"a\\u003cb\\u003e\\u0026\\u2028\"}\n",
@@ -391,13 +404,15 @@ mod tests {
         let argv = collection::vec("\\PC{0,8}", 0..4);
         let env = collection::btree_map("\\PC{0,6}", "\\PC{0,6}", 0..3);
         let data = collection::vec(any::<u8>(), 0..64);
-        (kind, argv, env, data, any::<i64>(), any::<i64>(), any::<String>(), any::<bool>(), "[a-f]{0,4}")
-            .prop_map(|(kind, argv, env, data, pid, exit_code, message, regen_machine_id, hostname)| {
+        let numbers = (any::<i64>(), any::<i64>(), any::<i64>());
+        (kind, argv, env, data, numbers, any::<String>(), any::<bool>(), "[a-f]{0,4}").prop_map(
+            |(kind, argv, env, data, (pid, exit_code, signal), message, regen_machine_id, hostname)| {
                 let kind = Kind::from(kind.as_str());
                 let hostname = if kind == Kind::Identity { hostname } else { String::new() };
                 let identity = Identity { hostname, ..Identity::default() };
-                Frame { kind, argv, env, data, pid, exit_code, message, regen_machine_id, identity }
-            })
+                Frame { kind, argv, env, data, pid, exit_code, signal, message, regen_machine_id, identity }
+            },
+        )
     }
 
     proptest! {

@@ -130,10 +130,14 @@ async fn a_command_gets_its_input_and_its_exit_code_comes_back() {
 }
 
 #[tokio::test]
-async fn death_by_a_signal_is_code_minus_one() {
-    let mut client = session();
-    client.send(sh("kill -9 $$")).await;
-    assert_eq!(client.rest().await.1, Frame::exit(-1));
+async fn death_by_a_signal_is_code_minus_one_with_the_signal_beside_it() {
+    for signal in [9, 15, 11] {
+        let mut client = session();
+        client.send(sh(&format!("kill -{signal} $$"))).await;
+        let last = client.rest().await.1;
+        assert_eq!((last.exit_code, last.signal), (-1, signal.into()));
+        assert_eq!(last, Frame::killed(signal));
+    }
 }
 
 #[tokio::test]

@@ -139,7 +139,7 @@ async fn client_run(vector: &Vector) -> Result<Value> {
     let (mut stdout, mut stderr, mut code, mut failed) = (Vec::new(), Vec::new(), 0, false);
     while let Some(event) = session.events.recv().await {
         match event {
-            Ok(ExecEvent::Started(_)) => {}
+            Ok(ExecEvent::Started(_) | ExecEvent::Killed(_)) => {}
             Ok(ExecEvent::Stdout(bytes)) => stdout.extend(bytes),
             Ok(ExecEvent::Stderr(bytes)) => stderr.extend(bytes),
             Ok(ExecEvent::Exit(with)) => code = with,

@@ -5,6 +5,7 @@
 
 use std::{
     future::pending,
+    os::unix::process::ExitStatusExt as _,
     process::{ExitStatus, Stdio},
     time::Duration,
 };
@@ -147,7 +148,7 @@ where
         }
     }
     group.forget();
-    Some(status?.map_or_else(Frame::error, |status| Frame::exit(code(status))))
+    Some(status?.map_or_else(Frame::error, ended_by))
 }
 
 fn spawn(frame: &Frame) -> Result<Child, String> {
@@ -163,8 +164,9 @@ fn spawn(frame: &Frame) -> Result<Child, String> {
     command.current_dir("/").spawn().map_err(|error| format!("exec: start {program}: {error}"))
 }
 
-fn code(status: ExitStatus) -> i32 {
-    status.code().unwrap_or(-1)
+/// How a command ended: with a code of its own, or by a signal.
+fn ended_by(status: ExitStatus) -> Frame {
+    status.signal().map_or_else(|| Frame::exit(status.code().unwrap_or(-1)), Frame::killed)
 }
 
 fn describe(error: &FrameError) -> String {

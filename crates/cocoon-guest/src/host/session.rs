@@ -123,6 +123,9 @@ async fn listen<R: AsyncRead + Unpin>(
             Kind::Stderr => output(events, frame.data, ExecEvent::Stderr).await,
             Kind::Exit => {
                 let code = exit_code(&frame)?;
+                if let Some(signal) = signal(&frame) {
+                    drop(events.send(Ok(ExecEvent::Killed(signal))).await);
+                }
                 drop(events.send(Ok(ExecEvent::Exit(code))).await);
                 return Ok(());
             }
@@ -185,6 +188,12 @@ where
             _ => {}
         }
     }
+}
+
+/// The signal that killed the command, if the guest says one that there is: 1 to 64 on Linux.
+fn signal(frame: &Frame) -> Option<i32> {
+    let killed = frame.exit_code == -1 && (1..=64).contains(&frame.signal);
+    killed.then(|| i32::try_from(frame.signal).ok()).flatten()
 }
 
 fn exit_code(frame: &Frame) -> Result<i32, GuestError> {
@@ -265,6 +274,26 @@ mod tests {
 
         fn flush(&mut self) -> io::Result<()> {
             Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_signal_is_told_before_the_exit_and_one_that_there_is_not_is_none() {
+        for (frame, told) in [
+            (r#"{"type":"exit","exit_code":-1,"signal":15}"#, Some(15)),
+            (r#"{"type":"exit","exit_code":-1}"#, None),
+            (r#"{"type":"exit","exit_code":-1,"signal":65}"#, None),
+            (r#"{"type":"exit","exit_code":-1,"signal":-9}"#, None),
+            (r#"{"type":"exit","exit_code":3,"signal":9}"#, None),
+        ] {
+            let (ours, mut theirs) = duplex(64 << 10);
+            theirs.write_all(format!("{frame}\n").as_bytes()).await.unwrap();
+            let (events, mut heard) = mpsc::channel(QUEUE);
+            listen(FrameReader::new(ours), &events).await.unwrap();
+            if let Some(signal) = told {
+                assert_eq!(heard.recv().await.unwrap().unwrap(), ExecEvent::Killed(signal), "{frame}");
+            }
+            assert!(matches!(heard.recv().await, Some(Ok(ExecEvent::Exit(_)))), "{frame}");
         }
     }
 

@@ -152,7 +152,7 @@ async fn run(context: Arc<Context>, seat: Seat, order: Order, request: Request<I
     }
 }
 
-async fn finish(sink: &mut SplitSink<Socket, Message>, outcome: &Result<i32, String>) {
+async fn finish(sink: &mut SplitSink<Socket, Message>, outcome: &Result<u8, String>) {
     let _ = sink.send(Message::Binary(frames::status(outcome).into())).await;
     let normal = CloseFrame { code: CloseCode::Normal, reason: "".into() };
     let _ = sink.send(Message::Close(Some(normal))).await;
@@ -165,16 +165,18 @@ async fn talk(
     stream: SplitStream<Socket>,
     session: GuestSession,
     order: &Order,
-) -> Option<Result<i32, String>> {
+) -> Option<Result<u8, String>> {
     let GuestSession { session, keep } = session;
     let (stdin, mut events) = (session.stdin, session.events);
     let mut listening = std::pin::pin!(listen(stream, order.stdin.then_some(stdin)));
     let mut ping = tokio::time::interval(PING);
+    let mut killed = None;
     let outcome = loop {
         tokio::select! {
             biased;
             event = events.recv() => match event {
-                Some(Ok(ExecEvent::Exit(code))) => break Some(Ok(code)),
+                Some(Ok(ExecEvent::Exit(code))) => break Some(Ok(frames::exit_code(code, killed))),
+                Some(Ok(ExecEvent::Killed(signal))) => killed = Some(signal),
                 Some(Ok(event)) => {
                     if let Some(frame) = output(event, order)
                         && sink.send(Message::Binary(frame.into())).await.is_err()

@@ -68,9 +68,19 @@ fn frame(channel: u8, data: &[u8]) -> Vec<u8> {
     frame
 }
 
+/// The code that a client is told: clients take 0 to 255 alone and refuse all else as a broken protocol.
+///
+/// Death by a signal is 128 and the signal, as in every container. An older agent, which lives on in stored
+/// snapshots, says -1 and no signal; which one is not guessed: that is 255, and so is what is no code at all.
+#[must_use]
+pub(crate) fn exit_code(code: i32, killed: Option<i32>) -> u8 {
+    let code = killed.filter(|_| code < 0).and_then(|signal| signal.checked_add(128)).unwrap_or(code);
+    u8::try_from(code).unwrap_or(u8::MAX)
+}
+
 /// How a command ended, as `metav1.Status` on the error channel.
 #[must_use]
-pub(crate) fn status(outcome: &Result<i32, String>) -> Vec<u8> {
+pub(crate) fn status(outcome: &Result<u8, String>) -> Vec<u8> {
     let status: Value = match outcome {
         Ok(0) => json!({"metadata": {}, "status": "Success"}),
         Ok(code) => json!({
@@ -109,7 +119,7 @@ mod tests {
 
     #[test]
     fn an_exit_code_is_told_exactly() {
-        let body = |outcome: &Result<i32, String>| {
+        let body = |outcome: &Result<u8, String>| {
             let frame = status(outcome);
             assert_eq!(frame[0], 3);
             serde_json::from_slice::<Value>(&frame[1..]).unwrap()
@@ -121,6 +131,24 @@ mod tests {
             (Some("NonZeroExitCode"), Some("42"))
         );
         assert_eq!(body(&Err("lost".into()))["reason"], "InternalError");
+    }
+
+    #[test]
+    fn death_by_a_signal_is_128_and_the_signal_and_an_unknown_one_is_255() {
+        for (code, killed, told) in [
+            (-1, Some(9), 137),
+            (-1, Some(15), 143),
+            (-1, Some(11), 139),
+            (-1, None, 255),
+            (-1, Some(200), 255),
+            (-1, Some(i32::MAX), 255),
+            (0, None, 0),
+            (255, None, 255),
+            (256, None, 255),
+            (i32::MIN, None, 255),
+        ] {
+            assert_eq!(exit_code(code, killed), told, "{code} {killed:?}");
+        }
     }
 
     proptest! {

@@ -46,7 +46,8 @@ impl StillClock {
     }
 }
 
-/// A guest that echoes stdin, writes to stderr, and exits with the number it was given.
+/// A guest that echoes stdin, writes to stderr, and exits with the number it was given; a number with a `+` is
+/// the signal that kills it.
 #[derive(Debug)]
 struct Script {
     console: PathBuf,
@@ -57,14 +58,19 @@ impl Guest for Script {
     async fn exec(&self, _vm: &str, exec: Exec) -> PortResult<GuestSession> {
         let (stdin, mut typed) = mpsc::channel::<Vec<u8>>(4);
         let (events, read) = mpsc::channel(4);
-        let code: i32 = exec.argv.last().and_then(|text| text.parse().ok()).unwrap_or(0);
+        let last = exec.argv.last().cloned().unwrap_or_default();
+        let code: i32 = last.parse().unwrap_or(0);
         tokio::spawn(async move {
             let _ = events.send(Ok(ExecEvent::Started(7))).await;
             while let Some(data) = typed.recv().await {
                 let _ = events.send(Ok(ExecEvent::Stdout(data))).await;
             }
             let _ = events.send(Ok(ExecEvent::Stderr(b"bye".to_vec()))).await;
-            let _ = events.send(Ok(ExecEvent::Exit(code))).await;
+            let killed = last.starts_with('+');
+            if killed {
+                let _ = events.send(Ok(ExecEvent::Killed(code))).await;
+            }
+            let _ = events.send(Ok(ExecEvent::Exit(if killed { -1 } else { code }))).await;
         });
         Ok(GuestSession { session: ExecSession { stdin, events: read }, keep: Arc::new(()) })
     }
@@ -290,7 +296,7 @@ async fn a_spdy_client_is_told_what_to_use() {
     assert!(text.contains("SPDY is not served"));
 }
 
-async fn exec(port: &Port, protocol: &str, code: i32) -> Vec<Vec<u8>> {
+async fn exec(port: &Port, protocol: &str, code: &str) -> Vec<Vec<u8>> {
     let uri = format!(
         "wss://localhost/exec/default/demo-0/agent?command=sh&command={code}&input=1&output=1&error=1"
     );
@@ -314,10 +320,14 @@ async fn exec(port: &Port, protocol: &str, code: i32) -> Vec<Vec<u8>> {
 async fn an_exec_carries_stdin_separate_streams_and_the_exact_exit_code() {
     let port = Port::open().await;
     for code in [0, 7, 255] {
-        let frames = exec(&port, "v5.channel.k8s.io", code).await;
+        let frames = exec(&port, "v5.channel.k8s.io", &code.to_string()).await;
         assert_eq!(frames[0], b"\x01hello");
         assert_eq!(frames[1], b"\x02bye");
         assert_eq!(frames[2], frames::status(&Ok(code)));
+    }
+    for (last, told) in [("%2B9", 137), ("%2B15", 143), ("-1", 255)] {
+        let frames = exec(&port, "v5.channel.k8s.io", last).await;
+        assert_eq!(frames.last(), Some(&frames::status(&Ok(told))), "{last}");
     }
     port.context.shutdown.cancel();
 }

@@ -54,7 +54,7 @@ pub async fn run(engine: &Engine, args: ExecArgs) -> anyhow::Result<Exit> {
     }
     while let Some(event) = session.events.recv().await {
         match event.with_context(|| format!("running a command in {}", args.vm))? {
-            ExecEvent::Started(_) => {}
+            ExecEvent::Started(_) | ExecEvent::Killed(_) => {}
             ExecEvent::Stdout(bytes) => write(std::io::stdout().lock(), &bytes)?,
             ExecEvent::Stderr(bytes) => write(std::io::stderr().lock(), &bytes)?,
             ExecEvent::Exit(code) => return Ok(Exit::from_guest(code)),
