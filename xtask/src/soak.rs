@@ -13,7 +13,8 @@ use crate::{build, host, lab::Lab, story};
 /// What a soak takes.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// `story`: the demo's story again and again, every second run under `stress-ng --cpu 2`.
+    /// `story`: the demo's story again and again, every second run under `stress-ng --cpu 2`; `hardship`: the
+    /// tests on hosts that fail, those that take minutes too.
     #[arg(default_value = "story")]
     name: String,
     /// How many runs.
@@ -23,10 +24,27 @@ pub struct Options {
 
 /// Runs it; the first failure ends it.
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    if options.name != "story" {
-        bail!("no soak is named {:?}; there is: story", options.name);
-    }
     host::packages(host::TESTS)?;
+    match options.name.as_str() {
+        "story" => stories(options),
+        "hardship" => hardship(options),
+        name => bail!("no soak is named {name:?}; there are: story, hardship"),
+    }
+}
+
+fn hardship(options: &Options) -> anyhow::Result<()> {
+    for number in 1..=options.runs {
+        let begun = Instant::now();
+        let tests = ["test", "--quiet", "-p", "cocoon", "--test", "guests", "hardship", "--"];
+        let mut command = build::cargo(&tests);
+        host::shown(command.args(["--include-ignored", "--test-threads=1"]))
+            .with_context(|| format!("run {number}"))?;
+        println!("run {number}: {:.1} s", begun.elapsed().as_secs_f64());
+    }
+    Ok(())
+}
+
+fn stories(options: &Options) -> anyhow::Result<()> {
     let built = build::everything()?;
     for number in 1..=options.runs {
         let load = (number % 2 == 0).then(Load::start).transpose()?;

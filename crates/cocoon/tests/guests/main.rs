@@ -7,4 +7,5 @@
 mod bad_input;
 mod common;
 mod faults;
+mod hardship;
 mod story;
