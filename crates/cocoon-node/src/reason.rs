@@ -23,6 +23,8 @@ pub enum Reason {
     InvalidAnnotation,
     /// An annotation that nobody knows.
     UnknownAnnotation,
+    /// The image was changed under a VM, which keeps its own.
+    ImageChanged,
     /// A resource quantity cannot be read.
     InvalidResources,
     /// An unmanaged pod without id or address.
@@ -65,6 +67,8 @@ pub enum Reason {
     HibernateEvidenceMissing,
     /// Saved state belongs to another image.
     HibernateImageConflict,
+    /// What is tagged as this VM's saved state is another VM's.
+    HibernateVMConflict,
     /// Saved state exists and the pod names another source.
     HibernateSourceConflict,
     /// Saved state exists, so the pod is restored from it.

@@ -187,6 +187,18 @@ async fn a_tag_is_overwritten_only_when_the_guard_allows_what_is_there() {
 }
 
 #[tokio::test]
+async fn an_artifact_says_whose_state_it_is_if_the_pusher_does() {
+    let registry = Memory::new();
+    for (vm_name, stamped) in [("", None), (VM, Some(VM))] {
+        let options = PushOptions { vm_name: vm_name.to_owned(), ..small() };
+        pushed(&registry, "hibernate", "s", &options).await.unwrap();
+        let facts = read(&registry, VM, "hibernate").await.unwrap().unwrap();
+        let found = facts.annotations.get(cocoon_oci::snapshot::VM_ANNOTATION);
+        assert_eq!(found.map(String::as_str), stamped);
+    }
+}
+
+#[tokio::test]
 async fn doubt_about_the_tag_stops_a_push_and_is_no_absence() {
     let registry = Memory::new();
     registry.fail("hibernate");

@@ -208,7 +208,12 @@ impl Registry for Instant {
             .find(|known| known.id == request.snapshot || known.name == request.snapshot)
             .map(|known| known.id.clone())
             .ok_or_else(|| gone(&request.snapshot))?;
-        let view = TagView { digest: digest.clone(), snapshot_id, base_image: request.base_image };
+        let view = TagView {
+            digest: digest.clone(),
+            snapshot_id,
+            base_image: request.base_image,
+            vm_name: request.vm_name,
+        };
         things.tags.insert((request.repository, request.tag), view);
         Ok(digest)
     }

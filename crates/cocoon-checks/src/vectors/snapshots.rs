@@ -52,6 +52,7 @@ fn options(options: &Value, clock: &str) -> Result<PushOptions> {
         memory_budget: if budget == 0 { ORIGINAL_PUSH_BUDGET } else { budget },
         annotations,
         base_image: text("base_image"),
+        vm_name: String::new(),
         created: clock.parse().context("clock")?,
         tag_guard: TagGuard::Any,
     })

@@ -123,7 +123,7 @@ async fn a_pod_that_cannot_be_made_costs_no_more_than_its_budget() {
     .await;
     let golden = ("cocoonset.cocoonstack.io/image", "golden:v1");
     made("clone incompatible", Reason::SnapshotIncompatible, &[golden, clone], |stage| {
-        let held = crate::ports::fake::Held { id: "G".into(), state: 0, base_image: String::new() };
+        let held = crate::ports::fake::Held { id: "G".into(), state: 0, ..Default::default() };
         stage.fake.world().tags.insert("golden:v1".into(), held);
         stage.fake.fail("clone", ALWAYS, Reason::SnapshotIncompatible);
     })

@@ -6,7 +6,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use crate::{
     cluster::{Show, Tone},
-    oddities::oddities,
+    oddities::{Served, oddities},
     owner::{
         directory::Seat,
         inbox::Incarnation,
@@ -58,7 +58,12 @@ impl Owner {
             self.odd = (uid, BTreeSet::new());
         }
         let managed = self.o.wish.as_ref().is_some_and(|wish| wish.managed);
-        let served = self.o.record.as_ref().filter(|_| managed).map(|record| record.vm_name.as_str());
+        let record = self.o.record.as_ref().filter(|record| managed && record.uid == uid);
+        let served = record.map(|record| Served {
+            vm_name: &record.vm_name,
+            image: if matches!(record.phase, Phase::Creating { .. }) { "" } else { &record.image },
+            before: self.judged.as_deref(),
+        });
         for trouble in oddities(&pod, served) {
             if self.odd.1.len() < MAX_ODDITIES && self.odd.1.insert(trouble.to_string()) {
                 self.tell(Tone::Warning, &trouble);

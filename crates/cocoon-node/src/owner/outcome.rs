@@ -14,7 +14,7 @@ use crate::{
     },
     ports::VmPhase,
     reason::{Reason, Trouble},
-    record::{LiveAnswer, OwnerRecord, Phase},
+    record::{LiveAnswer, OwnerRecord, Phase, Saved},
 };
 
 impl Owner {
@@ -82,6 +82,7 @@ impl Owner {
             self.o.captured_now = None;
         }
         self.say_if_derived(record);
+        self.say_if_moved(record);
         self.inbox.set_record(Some(record));
         self.o.record = Some(record.clone());
         if reached {
@@ -114,6 +115,24 @@ impl Owner {
                 record.vm_name, saved.snapshot
             );
             self.tell(Tone::Normal, &Trouble::new(Reason::HibernateSnapshotExists, message));
+        }
+    }
+
+    /// The tag points to another artifact of this VM than when it was saved: a wake uses that (another node may
+    /// have woken and saved it), and people hear of it.
+    fn say_if_moved(&self, record: &OwnerRecord) {
+        let known = self.o.record.as_ref().and_then(|before| wakes_from(&before.phase));
+        let (Some(before), Some(now)) = (known, wakes_from(&record.phase)) else { return };
+        let (Some(from), Some(to)) = (&before.digest, &now.digest) else { return };
+        if from != to {
+            // The same state again is our own copy, which was put in place of a lost one.
+            let tone = if before.snapshot == now.snapshot { Tone::Normal } else { Tone::Warning };
+            let message = format!(
+                "{}:hibernate was moved since VM {0} was saved: from {from} (snapshot {}) to {to} (snapshot {}); the VM \
+                 wakes from what it points to now",
+                record.vm_name, before.snapshot, now.snapshot
+            );
+            self.tell(tone, &Trouble::new(Reason::TagMoved, message));
         }
     }
 
@@ -243,6 +262,14 @@ impl Owner {
         self.tell(Tone::Warning, &trouble);
         self.o.trouble = Some(trouble.clone());
         self.o.failure = Some(trouble);
+    }
+}
+
+/// What a pod without VM is to wake from.
+const fn wakes_from(phase: &Phase) -> Option<&Saved> {
+    match phase {
+        Phase::Hibernated { saved } | Phase::Creating { restore: Some(saved) } => Some(saved),
+        _ => None,
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{
 const IMAGE: &str = "cocoonset.cocoonstack.io/image";
 
 fn held(id: &str, state: u64) -> Held {
-    Held { id: id.to_owned(), state, base_image: String::new() }
+    Held { id: id.to_owned(), state, ..Default::default() }
 }
 
 fn events(stage: &Stage, reason: Reason) -> Vec<String> {

@@ -103,7 +103,11 @@ async fn a_push_that_lands_after_the_guest_went_on_is_known_as_ones_own() {
         stage.until("on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
         tokio::time::sleep(Duration::from_secs(5)).await;
         let id = stage.fake.world().records[&vm].strays[0].clone();
-        stage.fake.world().tags.insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into() });
+        stage
+            .fake
+            .world()
+            .tags
+            .insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into(), ..Held::default() });
         if hibernate_again {
             stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
             stage.until_lifecycle("u1", "hibernated").await;
@@ -129,7 +133,11 @@ async fn a_push_that_lands_long_after_the_guest_went_on_is_taken_back_within_a_m
     for wait in [5, 600] {
         tokio::time::sleep(Duration::from_secs(wait)).await;
         let id = stage.fake.world().records[&vm].strays[0].clone();
-        stage.fake.world().tags.insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into() });
+        stage
+            .fake
+            .world()
+            .tags
+            .insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into(), ..Held::default() });
         let asked = stage.fake.calls("facts");
         tokio::time::sleep(Duration::from_secs(60)).await;
         assert!(

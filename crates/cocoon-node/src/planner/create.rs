@@ -81,8 +81,25 @@ pub(super) fn evidence(o: &Observation) -> Result<Option<Saved>, Step> {
         let saved = need(&o.saved, Look::Saved)?;
         return Ok(saved.as_ref().map(|found| Saved { snapshot: found.id.clone(), digest: None }));
     }
-    let tag = need(&o.tag, Look::Tag)?;
-    Ok(tag.as_ref().map(of_tag))
+    let Some(tag) = need(&o.tag, Look::Tag)? else { return Ok(None) };
+    check_vm(o, tag)?;
+    Ok(Some(of_tag(tag)))
+}
+
+/// A tag may be moved by whoever may write the registry, but never makes a VM wake with another VM's state.
+/// Artifacts of other writers name no VM, which says nothing.
+fn check_vm(o: &Observation, tag: &TagView) -> Result<(), Step> {
+    let (Some(wish), theirs) = (&o.wish, &tag.vm_name) else { return Ok(()) };
+    if theirs.is_empty() || *theirs == wish.vm_name {
+        return Ok(());
+    }
+    let message = format!(
+        "{0}:hibernate is the state of VM {theirs} (snapshot {1}, {2}), not of VM {0}, so nothing is woken from it and \
+         nothing is dropped; move {0}:hibernate back to what was saved of {0}, or delete the tag to discard that \
+         state. A copy of {theirs} is had by a pod in clone mode",
+        wish.vm_name, tag.snapshot_id, tag.digest
+    );
+    Err(Step::Fail(Trouble::new(Reason::HibernateVMConflict, message)))
 }
 
 pub(super) fn of_tag(tag: &TagView) -> Saved {

@@ -160,6 +160,7 @@ fn latest(wish: &Wish, record: &OwnerRecord, snapshot: &str) -> PushRequest {
         repository: record.vm_name.clone(),
         tag,
         base_image: record.image.clone(),
+        vm_name: record.vm_name.clone(),
         annotations: wish.annotations.clone(),
         guard: Guard::Any,
     }

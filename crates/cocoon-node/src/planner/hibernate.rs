@@ -180,6 +180,7 @@ fn push(o: &Observation, wish: &Wish, record: &OwnerRecord, captured: &str) -> S
         repository: wish.vm_name.clone(),
         tag: cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG.to_owned(),
         base_image: record.image.clone(),
+        vm_name: record.vm_name.clone(),
         annotations: wish.annotations.clone(),
         guard: Guard::AbsentOr(ours(o, record)),
     }))

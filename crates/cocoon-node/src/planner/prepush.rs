@@ -80,6 +80,7 @@ fn request(wish: &Wish, record: &OwnerRecord) -> PushRequest {
         repository: wish.vm_name.clone(),
         tag: cocoon_meta::keys::HIBERNATE_SNAPSHOT_TAG.to_owned(),
         base_image: record.image.clone(),
+        vm_name: record.vm_name.clone(),
         annotations: wish.annotations.clone(),
         guard: Guard::Any,
     }

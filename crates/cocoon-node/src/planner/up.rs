@@ -178,6 +178,7 @@ fn live_push(o: &Observation, wish: &Wish, record: &OwnerRecord, asked: &str) ->
         repository: request.repository,
         tag: request.tag,
         base_image: record.image.clone(),
+        vm_name: record.vm_name.clone(),
         annotations: wish.annotations.clone(),
         guard: Guard::Any,
     })

@@ -41,11 +41,13 @@ pub(crate) struct Machine {
 }
 
 /// A snapshot, local or behind a tag.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Held {
     pub(crate) id: String,
     pub(crate) state: u64,
     pub(crate) base_image: String,
+    /// The VM that a push stamped.
+    pub(crate) vm_name: String,
 }
 
 #[derive(Debug, Default)]
@@ -205,7 +207,7 @@ impl Fake {
         }
         let state = machine.state;
         world.made += 1;
-        let held = Held { id: format!("S{}", world.made), state, base_image: String::new() };
+        let held = Held { id: format!("S{}", world.made), state, ..Held::default() };
         let view = snapshot_view(name, &held);
         world.snapshots.insert(name.to_owned(), held);
         Ok(view)
@@ -426,6 +428,7 @@ impl Registry for Fake {
             digest: digest(&held),
             snapshot_id: held.id.clone(),
             base_image: held.base_image,
+            vm_name: held.vm_name,
         }))
     }
 
@@ -444,6 +447,7 @@ impl Registry for Fake {
                 return Err(PortError::new(Reason::TagMoved, format!("{name} was moved by somebody else")));
             }
             held.base_image.clone_from(&request.base_image);
+            held.vm_name.clone_from(&request.vm_name);
             let digest = digest(&held);
             world.tags.insert(name, held);
             digest

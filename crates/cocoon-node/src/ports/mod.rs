@@ -153,6 +153,8 @@ pub struct TagView {
     pub snapshot_id: String,
     /// Image ref of the VM it was taken of; empty when not stamped.
     pub base_image: String,
+    /// Name of the VM whose state it is; empty when not stamped (other writers do not).
+    pub vm_name: String,
 }
 
 /// What a tag may hold for it to be overwritten.
@@ -175,6 +177,8 @@ pub struct PushRequest {
     pub tag: String,
     /// Image ref to stamp.
     pub base_image: String,
+    /// Name of the VM to stamp: whose state it is.
+    pub vm_name: String,
     /// The caller's annotations.
     pub annotations: BTreeMap<String, String>,
     /// When the tag may be overwritten.

@@ -36,6 +36,8 @@ use crate::{
 pub const HIBERNATE_TAG: &str = "hibernate";
 /// Manifest annotation: image ref the VM was created from.
 pub const BASE_IMAGE_ANNOTATION: &str = "cocoonstack.snapshot.baseimage";
+/// Manifest annotation: name of the VM whose state it is. Of ours: artifacts of other writers lack it.
+pub const VM_ANNOTATION: &str = "cocoonstack.snapshot.vm";
 /// Manifest annotation of an emptied tag: the snapshot id that was consumed. Readers take it as absent.
 pub const CONSUMED_ANNOTATION: &str = "cocoonstack.snapshot.consumed";
 
@@ -133,6 +135,8 @@ pub struct PushOptions {
     pub annotations: BTreeMap<String, String>,
     /// Image ref for [`BASE_IMAGE_ANNOTATION`]; empty leaves it out.
     pub base_image: String,
+    /// Name of the VM for [`VM_ANNOTATION`]; empty leaves it out.
+    pub vm_name: String,
     /// `org.opencontainers.image.created`.
     pub created: jiff::Timestamp,
     /// What the tag may point to for it to be overwritten.
@@ -148,6 +152,7 @@ impl Default for PushOptions {
             memory_budget: MEMORY_BUDGET,
             annotations: BTreeMap::new(),
             base_image: String::new(),
+            vm_name: String::new(),
             created: jiff::Timestamp::now(),
             tag_guard: TagGuard::Any,
         }

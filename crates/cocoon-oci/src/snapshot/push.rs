@@ -24,6 +24,7 @@ use tokio::sync::{OnceCell, Semaphore};
 
 use super::{
     BASE_IMAGE_ANNOTATION, CREATED_ANNOTATION, PushError, PushOptions, Pushed, RESERVED_PREFIX,
+    VM_ANNOTATION,
     config::{Config, FileRecord},
     plan::{MAX_PIECES, check_title},
     sparse::{Payload, Range},
@@ -418,6 +419,9 @@ impl<'a> Push<'a> {
         annotations.insert(CREATED_ANNOTATION.to_owned(), seconds.to_string());
         if !self.options.base_image.is_empty() {
             annotations.insert(BASE_IMAGE_ANNOTATION.to_owned(), self.options.base_image.clone());
+        }
+        if !self.options.vm_name.is_empty() {
+            annotations.insert(VM_ANNOTATION.to_owned(), self.options.vm_name.clone());
         }
         annotations
     }

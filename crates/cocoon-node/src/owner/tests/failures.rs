@@ -70,7 +70,7 @@ async fn a_guest_that_somebody_let_go_on_after_its_capture_is_not_removed_but_ca
 async fn a_tag_that_somebody_else_moved_is_not_overwritten() {
     let stage = Stage::new(true).await;
     let vm = booted(&stage).await;
-    let foreign = crate::ports::fake::Held { id: "X".into(), state: 99, base_image: String::new() };
+    let foreign = crate::ports::fake::Held { id: "X".into(), state: 99, ..Default::default() };
     stage.fake.world().tags.insert(format!("{vm}:hibernate"), foreign.clone());
     stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
     stage.until_lifecycle("u1", "failed").await;

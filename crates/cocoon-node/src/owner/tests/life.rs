@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{HIBERNATE, ID, IP, booted, gone, hibernated, ready, state_of};
 use crate::{
     owner::stage::{Stage, pod},
-    ports::VmPhase,
+    ports::{VmPhase, fake::Held},
     reason::Reason,
     record::Phase,
 };
@@ -71,6 +71,44 @@ async fn a_wake_without_the_local_copy_comes_from_the_registry_and_drops_its_imp
     assert_eq!(state_of(&stage, &vm), 1);
     stage.until("import dropped", |stage| stage.fake.world().snapshots.is_empty()).await;
     assert_eq!(stage.fake.calls("pull"), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn swapped_tags_wake_nobody_with_the_others_state_and_both_wake_once_they_are_put_back() {
+    let stage = Stage::new(true).await;
+    let vm = hibernated(&stage).await;
+    let tag = format!("{vm}:hibernate");
+    let own = stage.fake.world().tags[&tag].clone();
+    assert_eq!(own.vm_name, vm, "a push says whose state it is");
+    let foreign = Held { id: "B".into(), state: 70, vm_name: "vk-default-b-d2d9d3".into(), ..own.clone() };
+    stage.fake.world().tags.insert(tag.clone(), foreign.clone());
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until_lifecycle("u1", "failed").await;
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(stage.told(Reason::HibernateVMConflict));
+    assert!(stage.fake.world().vms.is_empty(), "nothing is woken");
+    assert_eq!(stage.fake.world().tags[&tag], foreign, "and nothing dropped");
+    stage.fake.world().tags.insert(tag, own);
+    stage.until_lifecycle("u1", "ready").await;
+    assert_eq!(state_of(&stage, &vm), 1);
+    stage.assert_sound();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tag_that_another_node_moved_on_is_woken_and_said() {
+    let stage = Stage::new(true).await;
+    let vm = hibernated(&stage).await;
+    let tag = format!("{vm}:hibernate");
+    let own = stage.fake.world().tags[&tag].clone();
+    stage.fake.world().tags.insert(tag, Held { id: "T".into(), state: 5, ..own.clone() });
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until_lifecycle("u1", "ready").await;
+    assert_eq!(state_of(&stage, &vm), 5);
+    let said = stage.api.said.lock().unwrap().clone();
+    let moved = said.iter().find(|event| event.reason == Reason::TagMoved).unwrap();
+    assert!(
+        moved.message.contains(&format!("from sha256:{}", own.id)) && moved.message.contains("to sha256:T")
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -219,6 +219,54 @@ fn saved_state_of_another_image_or_source_is_a_conflict_unless_the_pod_is_marked
 }
 
 #[test]
+fn no_vm_wakes_with_the_state_of_another() {
+    let tagged = |vm: &str, id: &str| {
+        let mut tag = tag(id);
+        if let Seen::Known(Some(tag)) = &mut tag {
+            tag.vm_name = vm.into();
+        }
+        tag
+    };
+    let foreign = || tagged("vk-default-b-d2d9d3", "B");
+    let local = || snapshot(VM, "S");
+    let hibernated = |tag| Observation {
+        record: at(Phase::Hibernated { saved: saved("S") }),
+        tag,
+        released: true,
+        ..blank()
+    };
+    let hibernated = |tag| wishing(hibernated(tag), |wish| wish.hibernate = true);
+    check(vec![
+        ("a pod without a record", Observation { tag: foreign(), ..blank() }, "fail HibernateVMConflict"),
+        (
+            "a wake whose tag was moved to another VM's, though its own local copy is there",
+            Observation { tag: foreign(), saved: local(), ..noted(blank()) },
+            "fail HibernateVMConflict",
+        ),
+        ("a hibernated pod says it before it is woken", hibernated(foreign()), "fail HibernateVMConflict"),
+        (
+            "a fresh VM that was about to be made",
+            Observation { tag: foreign(), record: at(Phase::Creating { restore: None }), ..blank() },
+            "fail HibernateVMConflict",
+        ),
+        (
+            "another artifact of the same VM is what another node saved: it is woken",
+            Observation { tag: tagged(VM, "T"), ..noted(blank()) },
+            "pull sha256:T",
+        ),
+        (
+            "an artifact that names no VM is another writer's: it is woken",
+            Observation { tag: tagged("", "T"), ..noted(blank()) },
+            "pull sha256:T",
+        ),
+    ]);
+    let Step::Fail(why) = plan(&Observation { tag: foreign(), ..blank() }) else { panic!("a failure") };
+    for part in [VM, "vk-default-b-d2d9d3", "delete the tag"] {
+        assert!(why.message.contains(part), "{part} in {}", why.message);
+    }
+}
+
+#[test]
 fn a_wake_whose_saved_state_is_gone_boots_nothing() {
     check(vec![
         (

@@ -83,6 +83,7 @@ fn tag(id: &str) -> Seen<Option<TagView>> {
         digest: format!("sha256:{id}"),
         snapshot_id: id.into(),
         base_image: "demo:latest".into(),
+        vm_name: VM.into(),
     }))
 }
 

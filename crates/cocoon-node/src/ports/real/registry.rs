@@ -107,13 +107,14 @@ impl Registry for ArtifactRegistry {
     }
 
     async fn push(&self, request: PushRequest) -> PortResult<String> {
-        let PushRequest { snapshot: name, repository, tag, base_image, annotations, guard } = request;
+        let PushRequest { snapshot: name, repository, tag, base_image, vm_name, annotations, guard } =
+            request;
         let (envelope, files) = self.source(&name).await?;
         let tag_guard = match guard {
             Guard::Any => TagGuard::Any,
             Guard::AbsentOr(digests) => TagGuard::AbsentOr(digests),
         };
-        let options = PushOptions { annotations, base_image, tag_guard, ..PushOptions::default() };
+        let options = PushOptions { annotations, base_image, vm_name, tag_guard, ..PushOptions::default() };
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
         let raw = allocated(&format!("counting what snapshot {name} takes"), paths).await?;
         let under_way = UnderWay { throughput: &self.throughput, raw, begun: Instant::now() };
@@ -166,8 +167,9 @@ impl Registry for ArtifactRegistry {
     }
 }
 
-fn tag_view(facts: Facts) -> TagView {
-    TagView { digest: facts.digest, snapshot_id: facts.snapshot_id, base_image: facts.base_image }
+fn tag_view(mut facts: Facts) -> TagView {
+    let vm_name = facts.annotations.remove(snapshot::VM_ANNOTATION).unwrap_or_default();
+    TagView { digest: facts.digest, snapshot_id: facts.snapshot_id, base_image: facts.base_image, vm_name }
 }
 
 fn pull(what: &str, error: PullError) -> PortError {
