@@ -211,7 +211,9 @@ fn ignored(spec: &PodSpec) -> Option<Trouble> {
     if let Some(first) = spec.containers.first() {
         let name = short(&first.name);
         parts.extend(ignored_of(first).into_iter().map(|field| format!("{field} of container {name}")));
-        parts.extend(resources_of(first).into_iter().map(|resource| format!("{resource} of container {name}")));
+        parts.extend(
+            resources_of(first).into_iter().map(|resource| format!("{resource} of container {name}")),
+        );
     }
     if parts.is_empty() {
         return None;
@@ -237,11 +239,9 @@ fn ignored_of_pod(spec: &PodSpec) -> Vec<String> {
     let mut parts = Vec::new();
     let policy = spec.restart_policy.iter().filter(|policy| !matches!(policy.as_str(), "" | "Always"));
     parts.extend(policy.map(|policy| format!("restartPolicy {} (a VM is started again)", short(policy))));
-    for (field, set) in [
-        ("hostNetwork", spec.host_network),
-        ("hostPID", spec.host_pid),
-        ("hostIPC", spec.host_ipc),
-    ] {
+    for (field, set) in
+        [("hostNetwork", spec.host_network), ("hostPID", spec.host_pid), ("hostIPC", spec.host_ipc)]
+    {
         parts.extend((set == Some(true)).then(|| field.to_owned()));
     }
     let account = spec.service_account_name.iter().filter(|name| !matches!(name.as_str(), "" | "default"));
@@ -286,11 +286,8 @@ fn ignored_of(container: &Container) -> Vec<&'static str> {
 }
 
 fn unknown(key: &str, value: &str) -> Trouble {
-    let (prefix, known): (_, &[&str]) = if key.starts_with(OF_A_SET) {
-        (OF_A_SET, &OF_A_SET_BY_PEOPLE)
-    } else {
-        (OF_A_VM, &SET_BY_PEOPLE)
-    };
+    let (prefix, known): (_, &[&str]) =
+        if key.starts_with(OF_A_SET) { (OF_A_SET, &OF_A_SET_BY_PEOPLE) } else { (OF_A_VM, &SET_BY_PEOPLE) };
     let name = name_of(key);
     let mut names: Vec<&str> = known.iter().map(|key| name_of(key)).collect();
     names.sort_by_key(|known| distance(name, known));
@@ -488,7 +485,12 @@ mod tests {
     fn each_part_of_a_spec_that_a_vm_makes_nothing_of_is_named() {
         for (sentence, pointer, value, part) in [
             ("restart", "restartPolicy", serde_json::json!("Never"), "restartPolicy Never"),
-            ("restart on failure", "restartPolicy", serde_json::json!("OnFailure"), "restartPolicy OnFailure"),
+            (
+                "restart on failure",
+                "restartPolicy",
+                serde_json::json!("OnFailure"),
+                "restartPolicy OnFailure",
+            ),
             ("host network", "hostNetwork", true.into(), "hostNetwork"),
             ("host processes", "hostPID", true.into(), "hostPID"),
             ("account", "serviceAccountName", "builder".into(), "serviceAccountName builder"),
@@ -534,7 +536,8 @@ mod tests {
         for pod in [annotated, contained] {
             let found = said(&pod, "demo:latest");
             assert_eq!((found.len(), found[0].reason), (1, Reason::ImageChanged), "{found:?}");
-            for part in ["demo:2", "demo:latest", own.as_str(), "deleted and created", keys::ANNOTATION_IMAGE] {
+            for part in ["demo:2", "demo:latest", own.as_str(), "deleted and created", keys::ANNOTATION_IMAGE]
+            {
                 assert!(found[0].message.contains(part), "{part}: {found:?}");
             }
         }
@@ -542,9 +545,15 @@ mod tests {
 
     #[test]
     fn the_distance_of_two_names_counts_letters() {
-        for (from, to, letters) in
-            [("", "", 0), ("mode", "mode", 0), ("mod", "mode", 1), ("snapshot-polcy", "snapshot-policy", 1), ("", "os", 2), ("os", "", 2), ("abc", "xbz", 2)]
-        {
+        for (from, to, letters) in [
+            ("", "", 0),
+            ("mode", "mode", 0),
+            ("mod", "mode", 1),
+            ("snapshot-polcy", "snapshot-policy", 1),
+            ("", "os", 2),
+            ("os", "", 2),
+            ("abc", "xbz", 2),
+        ] {
             assert_eq!(distance(from, to), letters, "{from} {to}");
         }
     }
@@ -552,7 +561,12 @@ mod tests {
     #[test]
     fn a_value_of_any_size_makes_a_message_of_a_size_that_an_event_takes() {
         let long = "ä".repeat(200_000);
-        for key in [keys::ANNOTATION_HIBERNATE, "vm.cocoonstack.io/zzz", "cocoonset.cocoonstack.io/zzz", keys::ANNOTATION_VM_NAME] {
+        for key in [
+            keys::ANNOTATION_HIBERNATE,
+            "vm.cocoonstack.io/zzz",
+            "cocoonset.cocoonstack.io/zzz",
+            keys::ANNOTATION_VM_NAME,
+        ] {
             let found = words(&[(key, &long)], Some("vm"));
             assert!(found.iter().all(|text| text.chars().count() < 1000), "{key}");
         }

@@ -58,11 +58,11 @@ impl Owner {
             self.odd = (uid, BTreeSet::new());
         }
         let managed = self.o.wish.as_ref().is_some_and(|wish| wish.managed);
-        let record = self.o.record.as_ref().filter(|record| managed && record.uid == uid);
+        let record = self.o.record.as_ref().filter(|record| managed && record.uid == self.odd.0);
         let served = record.map(|record| Served {
             vm_name: &record.vm_name,
             image: if matches!(record.phase, Phase::Creating { .. }) { "" } else { &record.image },
-            before: self.judged.as_deref(),
+            before: self.judged.as_deref().filter(|before| before.metadata.uid == pod.metadata.uid),
         });
         for trouble in oddities(&pod, served) {
             if self.odd.1.len() < MAX_ODDITIES && self.odd.1.insert(trouble.to_string()) {
