@@ -14,6 +14,8 @@ mod budget;
 #[cfg(test)]
 mod cut_off;
 pub(crate) mod directory;
+#[cfg(test)]
+mod ending;
 mod front;
 pub(crate) mod inbox;
 mod intake;

@@ -25,7 +25,7 @@ use crate::{
     planner::{
         Look, Step,
         observation::{Cooling, Observation, PodKey, Seen},
-        plan,
+        plan, thaw,
     },
     reason::{Reason, Trouble},
     record::{OwnerRecord, Phase},
@@ -71,6 +71,8 @@ pub(super) struct Owner {
 
 /// The longest lifecycle has some thirty steps.
 const STEPS_WITHOUT_REST: u32 = 200;
+/// Look, note, resume, look; and a few failures.
+const THAW_STEPS: u32 = 16;
 pub(super) const SLOWED_DOWN: Duration = Duration::from_secs(1);
 /// How often the tag of a guest that went on is looked at, while a push that was cut off may still land there.
 const STRAYS: Duration = Duration::from_secs(30);
@@ -155,6 +157,34 @@ impl Owner {
                 },
             }
         }
+        self.thaw().await;
+    }
+
+    /// The agent ends: no guest stands paused meanwhile. [`Context::drain`] bounds the time that this takes.
+    async fn thaw(&mut self) {
+        for _ in 0..THAW_STEPS {
+            let step = thaw(&self.o);
+            if step == Step::Rest {
+                return;
+            }
+            let scene = Scene::of(&self.vm_name, &self.o, self.pause_left());
+            match perform(&self.context, &scene, &step).await {
+                Ok(found) => {
+                    self.succeeded(&step, found);
+                    self.show();
+                }
+                Err(trouble) => {
+                    tracing::warn!(vm = self.vm_name, %trouble, "the guest does not go on yet");
+                    known::doubt(&mut self.o, &step);
+                    tokio::time::sleep(SLOWED_DOWN).await;
+                }
+            }
+        }
+        tracing::error!(
+            vm = self.vm_name,
+            "the guest may stand paused until `cocoon vm start {}`",
+            self.vm_name
+        );
     }
 
     /// In how long the tag is due to be looked at again; `None`: nothing of ours can still land there.

@@ -138,6 +138,11 @@ fn save(
     })
 }
 
+/// The guest goes on: what was captured of it does not count.
+pub(super) fn let_go(record: &OwnerRecord) -> Step {
+    with_capture(record, None, false)
+}
+
 fn with_capture(record: &OwnerRecord, id: Option<String>, done: bool) -> Step {
     let mut next = record.clone();
     if let Phase::Deleting { captured, pushed, .. } = &mut next.phase {

@@ -49,7 +49,7 @@ pub(super) const fn fresh_round() -> Phase {
 
 /// Durable before every resume: the capture does not count any more, whatever happens to the guest or to
 /// this process from here on. Where its push may have gone is remembered.
-fn let_go(o: &Observation, record: &OwnerRecord, captured: &str) -> Step {
+pub(super) fn let_go(o: &Observation, record: &OwnerRecord, captured: &str) -> Step {
     Step::Note(Box::new(if o.registry {
         record.outrunning(captured, fresh_round())
     } else {

@@ -1,6 +1,6 @@
 //! The lifecycle planner: a pure function from what was observed to the one next step.
 //!
-//! Entry point: [`plan`]. It grows by rows. How to read it: a row asks for what it needs
+//! Entry points: [`plan`], and [`thaw`] when the agent ends. It grows by rows. How to read it: a row asks for what it needs
 //! ([`Step::Look`]) before it decides, writes the durable record ([`Step::Note`]) before an effect that
 //! must survive a kill, and names one effect. Nothing is "done" because it was attempted; the next
 //! observation shows it.
@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use crate::{
     planner::observation::{Cooling, Observation, Seen},
-    ports::{CloneRequest, PushRequest, RunRequest},
+    ports::{CloneRequest, PushRequest, RunRequest, VmPhase},
     reason::{Reason, Trouble},
     record::{OwnerRecord, Phase},
 };
@@ -167,6 +167,24 @@ pub fn plan(o: &Observation) -> Step {
         Cooling::Soft if step.is_compensation() => step,
         Cooling::Hard if matches!(step, Step::Rest | Step::Wait(_) | Step::AnswerBaseline(_)) => step,
         Cooling::Soft | Cooling::Hard => Step::Rest,
+    }
+}
+
+/// The agent ends: the next step towards a guest that does not stand paused because nobody goes on with what
+/// it was paused for. [`Step::Rest`]: there is none. The capture is forgotten first, as before every resume;
+/// the next agent begins anew.
+#[must_use]
+pub fn thaw(o: &Observation) -> Step {
+    let Some(record) = &o.record else { return Step::Rest };
+    match &o.vm {
+        Seen::Known(Some(vm)) if vm.phase == VmPhase::Paused => {}
+        Seen::Known(_) => return Step::Rest,
+        Seen::Unknown | Seen::Failed(_) => return Step::Look(Look::Vm),
+    }
+    match (&record.phase, record.phase.captured()) {
+        (Phase::Deleting { .. }, Some(_)) => delete::let_go(record),
+        (_, Some(captured)) => hibernate::let_go(o, record, captured),
+        (_, None) => Step::Resume,
     }
 }
 
