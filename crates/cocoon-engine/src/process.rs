@@ -125,26 +125,39 @@ impl Process {
         i32::try_from(self.pid).ok().and_then(Pid::from_raw)
     }
 
-    /// Kills it and waits until it is gone. Gone already is success. Blocks.
-    pub(crate) fn kill(self, limit: Duration) -> io::Result<()> {
-        self.end(Some(Signal::KILL), limit)
+    /// Kills it, if `is_ours` says so of the running process, and waits until it is gone. Returns whether it is:
+    /// gone already is success, somebody else's goes on. Blocks.
+    pub(crate) fn kill(
+        self,
+        limit: Duration,
+        is_ours: impl FnOnce() -> io::Result<bool>,
+    ) -> io::Result<bool> {
+        self.end(Some(Signal::KILL), limit, is_ours)
     }
 
     /// Waits until it is gone. Blocks.
     pub(crate) fn wait(self, limit: Duration) -> io::Result<()> {
-        self.end(None, limit)
+        self.end(None, limit, || Ok(true)).map(drop)
     }
 
-    fn end(self, signal: Option<Signal>, limit: Duration) -> io::Result<()> {
-        let Some(pid) = self.raw() else { return Ok(()) };
+    fn end(
+        self,
+        signal: Option<Signal>,
+        limit: Duration,
+        is_ours: impl FnOnce() -> io::Result<bool>,
+    ) -> io::Result<bool> {
+        let Some(pid) = self.raw() else { return Ok(true) };
         let handle = match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(handle) => handle,
-            Err(Errno::SRCH) => return Ok(()),
+            Err(Errno::SRCH) => return Ok(true),
             Err(error) => return Err(error.into()),
         };
         // The descriptor is fixed to one process; only now is it known which.
         if !self.alive()? {
-            return Ok(());
+            return Ok(true);
+        }
+        if !is_ours()? {
+            return Ok(false);
         }
         if let Some(signal) = signal {
             match pidfd_send_signal(&handle, signal) {
@@ -162,7 +175,7 @@ impl Process {
         }
         // Reaps it if it was ours; somebody else's child cannot be, and need not.
         let _ = waitid(WaitId::PidFd(handle.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -210,10 +223,15 @@ mod tests {
         assert!(process.alive().unwrap());
         assert!(!Process { start: process.start + 1, ..process }.alive().unwrap());
         assert!(!Process { boot: process.boot + 1, ..process }.alive().unwrap());
-        Process { start: process.start + 1, ..process }.kill(Duration::from_secs(1)).unwrap();
+        let stranger = Process { start: process.start + 1, ..process };
+        assert!(stranger.kill(Duration::from_secs(1), || Ok(true)).unwrap());
         assert!(process.alive().unwrap());
-        process.kill(Duration::from_secs(120)).unwrap();
+        assert!(!process.kill(Duration::from_secs(1), || Ok(false)).unwrap(), "somebody else's goes on");
+        let doubt = || Err(io::ErrorKind::PermissionDenied.into());
+        assert!(process.kill(Duration::from_secs(1), doubt).is_err(), "so does one of which nobody knows");
+        assert!(process.alive().unwrap());
+        assert!(process.kill(Duration::from_secs(120), || Ok(true)).unwrap());
         assert!(!process.alive().unwrap());
-        process.kill(Duration::from_secs(120)).unwrap();
+        assert!(process.kill(Duration::from_secs(120), || Ok(true)).unwrap());
     }
 }

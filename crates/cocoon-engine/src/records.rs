@@ -2,9 +2,13 @@
 //!
 //! Entry point: [`Records`]. A row exists before anything else of a VM does and goes after everything
 //! else is gone, so whatever a crash leaves is found by its row. Invariants (kept by the database, over
-//! all processes): ids, names and user slots are unique.
+//! all processes): ids, names and user slots are unique. Files are where the folders are now, moved or copied.
 
-use std::{collections::BTreeSet, path::PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use rusqlite::{Connection, OptionalExtension as _, params};
 use serde::{Deserialize, Serialize};
@@ -16,6 +20,7 @@ use crate::{
     model::Vm,
     process::Process,
     qemu::{machine::Machine, memory::FileId},
+    vm::whose::Noted,
 };
 
 /// First user id of VMs; the slot is added.
@@ -62,6 +67,10 @@ pub(crate) struct Record {
     pub(crate) image_blob_ids: BTreeSet<String>,
     /// Its hypervisor.
     pub(crate) process: Option<Process>,
+    /// The file of the writable disk that its hypervisor was started on: in a copy of the folders, the disk is
+    /// another file, and the process that the record names another folder's.
+    #[serde(default)]
+    pub(crate) disk: Option<FileId>,
     /// Its memory.
     pub(crate) ram: Option<RamRecord>,
     /// A clone whose guest has not taken its identity yet: the links are down.
@@ -89,11 +98,18 @@ impl Record {
             cow: Vec::new(),
             image_blob_ids: BTreeSet::new(),
             process: None,
+            disk: None,
             ram: None,
             links_down: false,
             identity_is_new: false,
             captured_as: None,
         }
+    }
+
+    /// Its hypervisor, as the record has it.
+    #[must_use]
+    pub(crate) fn noted(&self) -> Option<Noted> {
+        self.process.map(|process| Noted { process, disk: self.disk })
     }
 
     /// The user that its QEMU runs as.
@@ -107,13 +123,59 @@ impl Record {
 #[derive(Debug, Clone)]
 pub(crate) struct Records {
     db: Db,
+    home: Arc<Home>,
 }
 
+/// Where this engine's folders are. Rows hold whole paths, and the folders may have been moved or copied since:
+/// a VM of a copy must never write to the disk of its original.
+#[derive(Debug)]
+struct Home {
+    root: PathBuf,
+    run: PathBuf,
+}
+
+impl Home {
+    /// The record with its files where they are in these folders.
+    fn own(&self, mut record: Record) -> Record {
+        let run = self.run.join(&record.vm.id);
+        for path in &mut record.cow {
+            *path = moved(path, &run);
+        }
+        for path in record.layers.iter_mut().chain([&mut record.boot.kernel, &mut record.boot.initrd]) {
+            *path = self.stored(path);
+        }
+        for disk in &mut record.vm.storage_configs {
+            let path = Path::new(&disk.path);
+            let path = if disk.ro { self.stored(path) } else { moved(path, &run) };
+            disk.path = path.display().to_string();
+        }
+        record
+    }
+
+    /// A file of the image store.
+    fn stored(&self, path: &Path) -> PathBuf {
+        let parts: Vec<_> = path.iter().collect();
+        match parts.iter().rposition(|part| *part == STORE) {
+            Some(at) => {
+                parts.get(at..).unwrap_or_default().iter().fold(self.root.clone(), |all, part| all.join(part))
+            }
+            None => path.to_owned(),
+        }
+    }
+}
+
+/// The file of the same name in `folder`.
+fn moved(path: &Path, folder: &Path) -> PathBuf {
+    path.file_name().map_or_else(|| path.to_owned(), |name| folder.join(name))
+}
+
+/// The image store's folder below the root.
+const STORE: &str = "oci";
 const STEP: &str = "engine records: VMs";
 
 impl Records {
-    /// Creates the table if needed.
-    pub(crate) async fn open(db: Db) -> Result<Self, Fault> {
+    /// Creates the table if needed; `root` and `run` are where this engine's folders are now.
+    pub(crate) async fn open(db: Db, root: &Path, run: &Path) -> Result<Self, Fault> {
         db.call(STEP, |connection| {
             connection.execute_batch(
                 "CREATE TABLE IF NOT EXISTS vms (
@@ -125,7 +187,7 @@ impl Records {
             )
         })
         .await?;
-        Ok(Self { db })
+        Ok(Self { db, home: Arc::new(Home { root: root.to_owned(), run: run.to_owned() }) })
     }
 
     /// Reserves id, name and a free slot.
@@ -187,7 +249,7 @@ impl Records {
                 statement.query_map([], |row| row.get(0))?.collect()
             })
             .await?;
-        let mut records = bodies.iter().map(|body| parse(body)).collect::<Result<Vec<_>, _>>()?;
+        let mut records = bodies.iter().map(|body| self.parse(body)).collect::<Result<Vec<_>, _>>()?;
         records.sort_by(|a: &Record, b| (a.vm.created_at, &a.vm.id).cmp(&(b.vm.created_at, &b.vm.id)));
         Ok(records)
     }
@@ -198,9 +260,14 @@ impl Records {
         let found = self.db.call(STEP, move |connection| find(connection, "vms", &wanted)).await?;
         match found.as_slice() {
             [] => Err(LookupError::VmNotFound(reference.to_owned())),
-            [body] => Ok(parse(body)?),
+            [body] => Ok(self.parse(body)?),
             _ => Err(LookupError::Ambiguous(reference.to_owned())),
         }
+    }
+
+    fn parse(&self, body: &str) -> Result<Record, Fault> {
+        let record = serde_json::from_str(body).map_err(|error| Fault::new(STEP, error))?;
+        Ok(self.home.own(record))
     }
 }
 
@@ -239,10 +306,6 @@ pub(crate) fn json<T: Serialize>(value: &T) -> rusqlite::Result<String> {
     serde_json::to_string(value).map_err(|error| rusqlite::Error::ToSqlConversionFailure(error.into()))
 }
 
-fn parse(body: &str) -> Result<Record, Fault> {
-    serde_json::from_str(body).map_err(|error| Fault::new(STEP, error))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -256,7 +319,7 @@ mod tests {
     async fn records() -> (tempfile::TempDir, Records) {
         let folder = tempfile::tempdir().unwrap();
         let db = Db::open(&folder.path().join("engine.db")).unwrap();
-        let records = Records::open(db).await.unwrap();
+        let records = Records::open(db, folder.path(), &folder.path().join("run")).await.unwrap();
         (folder, records)
     }
 
@@ -288,6 +351,34 @@ mod tests {
         assert!(matches!(records.find("zzz").await, Err(LookupError::VmNotFound(_))));
         records.reserve(record("ABCE3", "y")).await.unwrap();
         assert!(matches!(records.find("ABCE").await, Err(LookupError::Ambiguous(_))));
+    }
+
+    #[tokio::test]
+    async fn the_files_of_a_vm_are_those_of_the_folders_that_the_record_is_in() {
+        let (folder, records) = records().await;
+        let mut record = record("AAA1", "a");
+        let old = Path::new("/oci/old");
+        record.cow = vec![old.join("run/AAA1/cow.qcow2"), old.join("run/AAA1/cow-base.qcow2")];
+        record.layers = vec![old.join("oci/blobs/aa.erofs")];
+        record.boot.kernel = old.join("oci/boot/bundle-bb/vmlinuz");
+        record.boot.initrd = "/elsewhere/initrd.img".into();
+        let disk = |path: &Path, ro| crate::model::Disk {
+            path: path.display().to_string(),
+            ro,
+            serial: String::new(),
+            role: String::new(),
+        };
+        record.vm.storage_configs = vec![disk(&record.layers[0], true), disk(&record.cow[0], false)];
+        records.reserve(record).await.unwrap();
+        let found = records.find("a").await.unwrap();
+        let here = |path: &str| folder.path().join(path);
+        assert_eq!(found.cow, [here("run/AAA1/cow.qcow2"), here("run/AAA1/cow-base.qcow2")]);
+        assert_eq!(found.layers, [here("oci/blobs/aa.erofs")]);
+        assert_eq!(found.boot.kernel, here("oci/boot/bundle-bb/vmlinuz"));
+        assert_eq!(found.boot.initrd, Path::new("/elsewhere/initrd.img"), "not ours to move");
+        let shown: Vec<_> = found.vm.storage_configs.iter().map(|disk| PathBuf::from(&disk.path)).collect();
+        assert_eq!(shown, [here("oci/blobs/aa.erofs"), here("run/AAA1/cow.qcow2")]);
+        assert_eq!(records.list().await.unwrap(), [found]);
     }
 
     #[tokio::test]

@@ -77,6 +77,8 @@ pub(crate) struct Launched {
     pub(crate) process: Process,
     /// The file that its memory maps: its own, or the base if the shim did its work.
     pub(crate) ram: FileId,
+    /// Its writable disk: by that it is known as this very folder's (`vm::whose`).
+    pub(crate) disk: FileId,
 }
 
 /// An anonymous RAM file: nothing of a guest's memory is written to a disk behind its back, and it
@@ -116,6 +118,7 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
     command.stdout(said.try_clone()?).stderr(said);
     let small_pages = matches!(plan.ram, RamSource::Private { .. });
     let (ram_fd, ram) = wire_ram(&mut command, &mut kept, plan.ram, plan.machine.memory)?;
+    let (cow, disk) = cow(&mut kept, &plan.cow)?;
     let wiring = Wiring {
         name: plan.name,
         ram: ram_fd,
@@ -124,7 +127,7 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
         monitors: [kept.keep(listen(&run.ctl())?), kept.keep(listen(&run.events())?)],
         ports: ports(&mut kept, run)?,
         layers: plan.layers.iter().map(|path| layer(&mut kept, path)).collect::<io::Result<_>>()?,
-        cow: cow(&mut kept, &plan.cow)?,
+        cow,
         nics: plan
             .nics
             .into_iter()
@@ -144,7 +147,7 @@ fn start(qemu: &Path, run: &RunFolder, log: &LogFolder, plan: Plan) -> io::Resul
     };
     let mut child = sys::spawn(command, confinement)?;
     match noted(run, &child) {
-        Ok(process) => Ok(Launched { process, ram }),
+        Ok(process) => Ok(Launched { process, ram, disk }),
         Err(error) => {
             // Without its note nobody would ever find it.
             child.kill()?;
@@ -241,11 +244,17 @@ fn layer(kept: &mut Kept, path: &Path) -> io::Result<DiskWiring> {
     Ok(DiskWiring { chain: vec![kept.keep(open_read(path)?)], qcow2: false, read_only: true })
 }
 
-fn cow(kept: &mut Kept, files: &[PathBuf]) -> io::Result<DiskWiring> {
-    let mut chain = Vec::new();
+/// The writable disk, and which file its top is.
+fn cow(kept: &mut Kept, files: &[PathBuf]) -> io::Result<(DiskWiring, FileId)> {
+    let (mut chain, mut top) = (Vec::new(), None);
     for (level, path) in files.iter().enumerate() {
         let file = File::options().read(true).write(level == 0).open(path);
-        chain.push(kept.keep(file.map_err(|error| named(path, &error))?));
+        let file = file.map_err(|error| named(path, &error))?;
+        if level == 0 {
+            top = Some(FileId::of(&file)?);
+        }
+        chain.push(kept.keep(file));
     }
-    Ok(DiskWiring { chain, qcow2: true, read_only: false })
+    let top = top.ok_or_else(|| io::Error::other("the disk has no file"))?;
+    Ok((DiskWiring { chain, qcow2: true, read_only: false }, top))
 }

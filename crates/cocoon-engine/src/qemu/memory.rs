@@ -10,14 +10,14 @@ use std::{
     io,
     ops::Range,
     os::unix::fs::{FileExt as _, MetadataExt as _},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, ioctl_ficlone, seek};
 use serde::{Deserialize, Serialize};
 
 use super::limit::Stop;
-use crate::process::Process;
+use crate::{paths::named, process::Process};
 
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 4096;
@@ -42,7 +42,22 @@ impl FileId {
     /// Of an open file.
     pub(crate) fn of(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
-        Ok(Self { device: meta.dev(), inode: meta.ino() })
+        Ok(Self::from(&meta))
+    }
+
+    /// Of what is at `path`; `None`: there is nothing.
+    pub(crate) fn at(path: &Path) -> io::Result<Option<Self>> {
+        match std::fs::metadata(path) {
+            Ok(meta) => Ok(Some(Self::from(&meta))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(named(path, &error)),
+        }
+    }
+}
+
+impl From<&std::fs::Metadata> for FileId {
+    fn from(meta: &std::fs::Metadata) -> Self {
+        Self { device: meta.dev(), inode: meta.ino() }
     }
 }
 

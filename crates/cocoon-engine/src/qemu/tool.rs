@@ -134,6 +134,6 @@ mod tests {
         let (left, error) = said.split_once('\n').unwrap();
         let left = Process::of_pid(left.parse().unwrap()).unwrap();
         assert_eq!((error, left.alive().unwrap()), ("err", true), "it was not waited for");
-        left.kill(Duration::from_secs(120)).unwrap();
+        left.kill(Duration::from_secs(120), || Ok(true)).unwrap();
     }
 }

@@ -165,6 +165,7 @@ pub(crate) async fn launched(
 /// Puts a started QEMU into the record.
 pub(crate) fn started(shared: &Shared, record: &mut Record, launched: Launched, private: bool) {
     record.process = Some(launched.process);
+    record.disk = Some(launched.disk);
     record.ram = Some(RamRecord { file: launched.ram, private });
     record.vm.pid = launched.process.pid;
     record.vm.started_at = Some(shared.world.now());

@@ -22,6 +22,7 @@ use super::{
     guest, monitor,
     reserve::{check_name, fill, reserve},
     tear_down, while_alive,
+    whose::Noted,
 };
 use crate::{
     embed,
@@ -217,7 +218,8 @@ async fn loaded(
     if private && !is_private(started_now, record.vm.config.memory)? {
         tracing::warn!(vm = %record.vm.config.name, "QEMU did not map the snapshot's memory privately; copying it");
         drop(qmp);
-        tear_down::kill(shared, &record.vm.id, Some(started_now.process)).await?;
+        let noted = Noted { process: started_now.process, disk: Some(started_now.disk) };
+        tear_down::kill(shared, &record.vm.id, Some(noted)).await?;
         private = false;
         let (nics, ram) = (attach(shared, record).await?, memory(record, source, false).await?);
         launched_now = launched(shared, record, nics, ram, true).await?;

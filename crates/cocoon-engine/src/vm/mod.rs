@@ -12,6 +12,7 @@ pub(crate) mod power;
 pub(crate) mod reserve;
 pub(crate) mod tear_down;
 pub(crate) mod tend;
+pub(crate) mod whose;
 
 use std::{
     future::Future,
@@ -24,6 +25,7 @@ use std::{
 
 use cocoon_kit::{files::Lock, world::World};
 
+use self::whose::Whose;
 use crate::{
     db::Db,
     engine::EngineConfig,
@@ -79,7 +81,7 @@ impl Shared {
         let db = Db::open(&config.root_dir.join("engine.db"))?;
         version::migrate(&db).await?;
         Ok(Self {
-            records: Records::open(db.clone()).await?,
+            records: Records::open(db.clone(), &config.root_dir, &config.run_dir).await?,
             snapshots: snapshot::store::Store::open(&config.root_dir, db.clone()).await?,
             images: image::Store::open(&config.root_dir, db.clone()).await?,
             config,
@@ -160,14 +162,16 @@ impl Shared {
         }
     }
 
-    /// The VM's hypervisor, if it runs. That it cannot be looked at is an error and no answer (I5): whoever takes a
+    /// The VM's hypervisor, if it runs: one that holds this very folder's disk. That it cannot be looked at is an error and no answer (I5): whoever takes a
     /// running VM for a stopped one starts it a second time or removes it.
     pub(crate) fn process_of(&self, record: &Record) -> Result<Option<Process>, Fault> {
-        let Some(process) = record.process else { return Ok(None) };
+        let Some(noted) = record.noted() else { return Ok(None) };
+        let process = noted.process;
         let step =
             || format!("seeing whether QEMU of VM {} (process {}) runs", record.vm.config.name, process.pid);
-        let alive = process.alive().map_err(|error| Fault::new(step(), error))?;
-        Ok(alive.then_some(process))
+        let run = self.run_folder(&record.vm.id);
+        let ours = process.alive().and_then(|alive| Ok(alive && noted.whose(&run)? == Whose::Ours));
+        Ok(ours.map_err(|error| Fault::new(step(), error))?.then_some(process))
     }
 
     /// Writes a changed record with its time and generation.
@@ -306,6 +310,7 @@ pub(crate) mod tests {
         engine::{Engine, MemoryRecipe},
         error::ChangeError,
         model::VmConfig,
+        qemu::memory::FileId,
     };
 
     /// Fresh folders, and no QEMU.
@@ -323,7 +328,7 @@ pub(crate) mod tests {
     }
 
     /// Something that runs and is taken for a QEMU; it goes with the test.
-    pub(super) struct Runs(Child);
+    pub(super) struct Runs(pub(super) Child);
 
     impl Drop for Runs {
         fn drop(&mut self) {
@@ -334,14 +339,17 @@ pub(crate) mod tests {
 
     /// A running VM `vm-a`.
     pub(super) async fn running(shared: &Shared) -> (Record, Runs) {
-        let runs = Runs(Command::new("sleep").arg("600").spawn().unwrap());
+        let id = "A".repeat(26);
+        cocoon_kit::files::private_folder(&shared.run_folder(&id).0).unwrap();
+        let disk = File::create_new(shared.run_folder(&id).cow()).unwrap();
+        let on_disk = FileId::of(&disk).unwrap();
+        let runs = Runs(Command::new("sleep").arg("600").stdin(disk).spawn().unwrap());
         let config = VmConfig { name: "vm-a".into(), ..VmConfig::default() };
-        let mut record = Record::new(blank("A".repeat(26), config, shared.world.now()));
+        let mut record = Record::new(blank(id, config, shared.world.now()));
         record.vm.state = VmState::Running;
         record.process = Process::of_pid(runs.0.id());
-        let record = shared.records.reserve(record).await.unwrap();
-        cocoon_kit::files::private_folder(&shared.run_folder(&record.vm.id).0).unwrap();
-        (record, runs)
+        record.disk = Some(on_disk);
+        (shared.records.reserve(record).await.unwrap(), runs)
     }
 
     const FOLDER: &str = "COCOON_TEST_FOLDER";

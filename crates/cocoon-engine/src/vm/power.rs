@@ -44,8 +44,7 @@ async fn up(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
     let facts = shared.facts().await?;
     record.machine =
         record.machine.map(|machine| machine.booted_on(&facts.machine_type(), facts.accelerator));
-    tear_down::kill(shared, &record.vm.id, record.process).await?;
-    tear_down::unlink(shared, &record.vm.id).await?;
+    tear_down::end(shared, &record.vm.id, record.noted()).await?;
     record.links_down = false;
     match boot(shared, &mut record).await {
         Ok(()) => finish(shared, record).await,
@@ -70,11 +69,10 @@ async fn go_on(shared: &Shared, mut record: Record, process: Process) -> Result<
 }
 
 async fn failed_start(shared: &Shared, mut record: Record) {
-    let ended = tear_down::kill(shared, &record.vm.id, record.process).await;
-    let unlinked = tear_down::unlink(shared, &record.vm.id).await;
+    let ended = tear_down::end(shared, &record.vm.id, record.noted()).await;
     halted(shared, &mut record, VmState::Error);
     let saved = shared.save(&mut record).await;
-    for error in [ended, unlinked, saved].into_iter().filter_map(Result::err) {
+    for error in [ended, saved].into_iter().filter_map(Result::err) {
         tracing::warn!(vm = %record.vm.config.name, %error, "cleaning up after a failed start");
     }
 }
@@ -82,6 +80,7 @@ async fn failed_start(shared: &Shared, mut record: Record) {
 /// Puts the end of a hypervisor into the record.
 pub(crate) fn halted(shared: &Shared, record: &mut Record, state: VmState) {
     record.process = None;
+    record.disk = None;
     record.ram = None;
     record.links_down = false;
     record.vm.warnings.clear();
@@ -113,10 +112,9 @@ pub(crate) async fn stop(
         }
     } else if matches!(record.vm.state, VmState::Stopped | VmState::Created | VmState::Error) {
         // A start whose process was killed leaves a QEMU that only the pid file knows.
-        return Ok(tear_down::kill(shared, &record.vm.id, None).await?);
+        return Ok(tear_down::kill(shared, &record.vm.id, None).await.map(drop)?);
     }
-    tear_down::kill(shared, &record.vm.id, record.process).await?;
-    tear_down::unlink(shared, &record.vm.id).await?;
+    tear_down::end(shared, &record.vm.id, record.noted()).await?;
     halted(shared, &mut record, VmState::Stopped);
     Ok(shared.save(&mut record).await?)
 }

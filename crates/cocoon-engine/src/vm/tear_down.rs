@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use cocoon_kit::files::Lock;
 
-use super::{Shared, blocking};
+use super::{
+    Shared, blocking,
+    whose::{Noted, Whose},
+};
 use crate::{
     cgroup,
     error::{ChangeError, Fault},
@@ -43,7 +46,7 @@ pub(crate) async fn remove(shared: &Shared, reference: &str, force: bool) -> Res
 
 /// Removes a VM and all that belongs to it; `lock` is the VM's.
 pub(crate) async fn all(shared: &Shared, record: &Record, lock: Lock) -> Result<(), Fault> {
-    parts(shared, &record.vm.id, record.process).await?;
+    parts(shared, &record.vm.id, record.noted()).await?;
     shared.records.remove(&record.vm.id).await?;
     // Unlinked while held: who waits for it sees that its file is gone and looks again.
     let _ = std::fs::remove_file(lock.path());
@@ -51,9 +54,8 @@ pub(crate) async fn all(shared: &Shared, record: &Record, lock: Lock) -> Result<
 }
 
 /// Everything but the record.
-pub(crate) async fn parts(shared: &Shared, id: &str, recorded: Option<Process>) -> Result<(), Fault> {
-    kill(shared, id, recorded).await?;
-    unlink(shared, id).await?;
+pub(crate) async fn parts(shared: &Shared, id: &str, recorded: Option<Noted>) -> Result<(), Fault> {
+    end(shared, id, recorded).await?;
     let (run, log) = (shared.run_folder(id), shared.log_folder(id));
     blocking(&format!("folders of VM {id}"), move || {
         remove_folder(&run.0).and_then(|()| remove_folder(&log.0))
@@ -61,23 +63,45 @@ pub(crate) async fn parts(shared: &Shared, id: &str, recorded: Option<Process>) 
     .await
 }
 
-/// Ends the hypervisor, and everything of it that is not on a disk.
-pub(crate) async fn kill(shared: &Shared, id: &str, recorded: Option<Process>) -> Result<(), Fault> {
-    let pid_file = shared.run_folder(id).pid_file();
+/// Ends the hypervisor and takes the VM's links away: unless that is another folder's hypervisor, whose links
+/// they are.
+pub(crate) async fn end(shared: &Shared, id: &str, recorded: Option<Noted>) -> Result<(), Fault> {
+    if kill(shared, id, recorded).await? { unlink(shared, id).await } else { Ok(()) }
+}
+
+/// Ends the hypervisor, and everything of it that is not on a disk. Returns whether there is none any more: one
+/// that does not hold this folder's disk is another folder's, and goes on.
+pub(crate) async fn kill(shared: &Shared, id: &str, recorded: Option<Noted>) -> Result<bool, Fault> {
+    let run = shared.run_folder(id);
     let group = id.to_owned();
     blocking(&format!("ending QEMU of VM {id}"), move || {
-        let noted = Process::of_pid_file(&pid_file)?;
-        for process in recorded.into_iter().chain(noted) {
-            process.kill(KILL_LIMIT)?;
+        let by_pid_file = Process::of_pid_file(&run.pid_file())?;
+        let by_pid_file =
+            by_pid_file.filter(|process| recorded.is_none_or(|noted| noted.process != *process));
+        let by_pid_file = by_pid_file.map(|process| Noted { process, disk: None });
+        let mut gone = true;
+        for noted in recorded.into_iter().chain(by_pid_file) {
+            let is_ours = || noted.whose(&run).map(|whose| whose != Whose::Others);
+            if !noted.process.kill(KILL_LIMIT, is_ours)? {
+                let pid = noted.process.pid;
+                tracing::warn!(
+                    vm = group,
+                    pid,
+                    "this process has the VM of another data folder; it is left alone"
+                );
+                gone = false;
+            }
         }
-        cgroup::remove(&group);
-        Ok::<_, std::io::Error>(())
+        if gone {
+            cgroup::remove(&group);
+        }
+        Ok::<_, std::io::Error>(gone)
     })
     .await
 }
 
 /// Takes the VM's links away.
-pub(crate) async fn unlink(shared: &Shared, id: &str) -> Result<(), Fault> {
+async fn unlink(shared: &Shared, id: &str) -> Result<(), Fault> {
     let Some(network) = &shared.config.network else { return Ok(()) };
     let gone = cocoon_net::links::detach(network, id).await;
     gone.map_err(|error| Fault::new(format!("links of VM {id}"), error))

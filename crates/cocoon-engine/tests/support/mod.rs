@@ -84,6 +84,11 @@ impl Host {
         Self { engine: opened(config).await, folder, network: None }
     }
 
+    /// An engine that stands, on folders that go with it.
+    pub(crate) const fn of(engine: Engine, folder: tempfile::TempDir) -> Self {
+        Self { folder, engine, network: None }
+    }
+
     /// A second engine on the same folders.
     pub(crate) async fn again(&self, memory: MemoryRecipe) -> Engine {
         let config = EngineConfig { memory, ..self.engine.config().clone() };
