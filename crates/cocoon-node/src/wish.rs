@@ -10,13 +10,14 @@ use cocoon_meta::{
     Annotated as _, HibernateState, KeepSnapshotOnDelete, LifecycleState, LifecycleStatus,
     RestoreFromHibernate, SnapshotStatus, VmNameError, VmRuntime, VmSpec, check_vm_name, clone_from_dir,
     has_vm_name_form, keys, read_cocoon_set_generation, read_snapshot_annotations, role_for_pod,
-    should_snapshot_vm, woken_from,
+    should_snapshot_vm, vm_name_for_pod, woken_from,
 };
 use cocoon_oci::reference;
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::{
     config::NodeConfig,
+    oddities::container_image,
     planner::observation::{How, PodKey, SourceRef, Wish},
     reason::{Reason, Trouble},
     record::{OwnerRecord, Phase},
@@ -36,9 +37,10 @@ pub(crate) fn key(pod: &Pod) -> PodKey {
 /// An error: the pod is not ours to serve.
 pub(crate) fn read(pod: &Pod, config: &NodeConfig, adopted: bool) -> Result<Wish, Trouble> {
     let spec = VmSpec::parse(pod);
-    check_name(&spec, &key(pod), adopted)?;
+    check_name(pod, &spec, adopted)?;
     let mut wish = asked(pod, &spec, config);
-    wish.problem = if wish.managed { managed_problem(pod, &spec, config) } else { unmanaged_problem(&wish) };
+    wish.problem =
+        if wish.managed { managed_problem(pod, &spec, config) } else { unmanaged_problem(pod, &spec, &wish) };
     Ok(wish)
 }
 
@@ -89,10 +91,11 @@ fn managed_problem(pod: &Pod, spec: &VmSpec, config: &NodeConfig) -> Option<Trou
         .or_else(|| guest_problem(spec))
 }
 
-fn check_name(spec: &VmSpec, key: &PodKey, adopted: bool) -> Result<(), Trouble> {
+fn check_name(pod: &Pod, spec: &VmSpec, adopted: bool) -> Result<(), Trouble> {
     if !spec.managed && !spec.vm_name.is_empty() {
         return Ok(());
     }
+    let key = key(pod);
     let checked = check_vm_name(&key.namespace, &key.name, &spec.vm_name, &spec.os(), adopted);
     checked.map_err(|error| {
         let reason = match &error {
@@ -100,8 +103,55 @@ fn check_name(spec: &VmSpec, key: &PodKey, adopted: bool) -> Result<(), Trouble>
             VmNameError::Foreign { .. } => Reason::VMNameMismatch,
             VmNameError::TooLong { .. } => Reason::VMNameTooLong,
         };
-        Trouble::new(reason, error.to_string())
+        let message = match &error {
+            VmNameError::Missing { pod: name, .. } if !spec.managed => {
+                format!("pod {name} names no VM: {}; {}", lacking(pod, spec), elsewhere())
+            }
+            VmNameError::Missing { pod: name, .. } => {
+                format!("pod {name} names no VM: {}", lacking(pod, spec))
+            }
+            _ => error.to_string(),
+        };
+        Trouble::new(reason, message)
     })
+}
+
+/// What to write into a pod so that this node makes its VM: all that is missing at once, with the values.
+fn lacking(pod: &Pod, spec: &VmSpec) -> String {
+    let PodKey { namespace, name } = key(pod);
+    let mut wanted = Vec::new();
+    if spec.vm_name.is_empty() {
+        wanted.push(format!("{}: {:?}", keys::ANNOTATION_VM_NAME, vm_name_for_pod(&namespace, &name)));
+    }
+    if !spec.managed {
+        wanted.push(format!("{}: {:?}", keys::ANNOTATION_MANAGED, keys::TRUE));
+    }
+    if spec.image.is_empty() && spec.fork_from.is_empty() && clone_from_dir(pod).is_none() {
+        wanted.push(match container_image(pod) {
+            "" => format!("{}: the image's name", keys::ANNOTATION_IMAGE),
+            image => {
+                let image: String = image.chars().take(200).collect();
+                format!("{}: {image:?} (what the container names is not read)", keys::ANNOTATION_IMAGE)
+            }
+        });
+        if spec.mode.is_empty() {
+            wanted.push(format!(
+                "{}: \"run\" to boot it (else it is a snapshot to clone)",
+                keys::ANNOTATION_MODE
+            ));
+        }
+    }
+    format!("for a VM that this node makes set the annotations {}", wanted.join(", "))
+}
+
+/// What to write into a pod that stands for a VM of somebody else.
+fn elsewhere() -> String {
+    format!(
+        "for one that runs elsewhere set {}, {} and {} (its IPv4 address) instead",
+        keys::ANNOTATION_VM_NAME,
+        keys::ANNOTATION_VM_ID,
+        keys::ANNOTATION_IP
+    )
 }
 
 fn how(pod: &Pod, spec: &VmSpec) -> How {
@@ -123,7 +173,7 @@ fn how(pod: &Pod, spec: &VmSpec) -> How {
         return fork(spec);
     }
     if spec.image.is_empty() {
-        let message = format!("the pod names no image; set annotation {}", keys::ANNOTATION_IMAGE);
+        let message = format!("the pod names no image: {}", lacking(pod, spec));
         return How::Refused(Trouble::new(Reason::ImageNotFound, message));
     }
     if spec.is_run() { How::Run } else { clone_source(&spec.image) }
@@ -204,12 +254,12 @@ fn class_problem(pod: &Pod, config: &NodeConfig) -> Option<Trouble> {
     Some(Trouble::new(Reason::SnapshotClassMismatch, message))
 }
 
-fn unmanaged_problem(wish: &Wish) -> Option<Trouble> {
+fn unmanaged_problem(pod: &Pod, spec: &VmSpec, wish: &Wish) -> Option<Trouble> {
     if wish.id.is_empty() || wish.ip.parse::<Ipv4Addr>().is_err() {
         let message = format!(
-            "an unmanaged pod needs the annotations {} and {} (an IPv4 address) of the VM that it stands for",
-            keys::ANNOTATION_VM_ID,
-            keys::ANNOTATION_IP
+            "the pod asks for no VM of this node and names none elsewhere: {}; {}",
+            lacking(pod, spec),
+            elsewhere()
         );
         return Some(Trouble::new(Reason::UnmanagedIncomplete, message));
     }

@@ -45,6 +45,44 @@ fn a_name_that_is_not_the_pods_own_is_refused_with_the_right_one() {
 }
 
 #[test]
+fn a_pod_is_told_at_once_all_that_it_lacks_and_what_to_write() {
+    let keys = [NAME, "cocoonset.cocoonstack.io/managed", IMAGE, MODE];
+    let values = [
+        r#"vm.cocoonstack.io/name: "vk-default-demo-0-8aaf2c""#,
+        r#"cocoonset.cocoonstack.io/managed: "true""#,
+        r#"cocoonset.cocoonstack.io/image: "demo:latest""#,
+        r#"cocoonset.cocoonstack.io/mode: "run""#,
+    ];
+    // Each bit is an annotation that the pod has not.
+    for without in 1_usize..16 {
+        let mut pod = pod("demo-0", "u1", &[]);
+        let annotations = pod.metadata.annotations.as_mut().unwrap();
+        let lacks = |index: usize| without & (1 << index) != 0;
+        keys.iter()
+            .enumerate()
+            .filter(|(i, _)| lacks(*i))
+            .for_each(|(_, key)| drop(annotations.remove(*key)));
+        let said = match wish::read(&pod, &NodeConfig::new("n"), false) {
+            Err(trouble) => trouble.message,
+            Ok(wish) => match (wish.problem, wish.how) {
+                (Some(trouble), _) | (None, How::Refused(trouble)) => trouble.message,
+                // A mode that is missing means a clone: no error.
+                (None, _) => {
+                    assert_eq!(without, 8);
+                    continue;
+                }
+            },
+        };
+        for (index, value) in values.iter().enumerate().take(3) {
+            assert_eq!(said.contains(value), lacks(index), "{without:04b} {value}: {said}");
+        }
+        assert_eq!(said.contains(values[3]), lacks(2) && lacks(3), "{without:04b}: {said}");
+        assert_eq!(said.contains("vm.cocoonstack.io/ip"), lacks(1), "{without:04b}: {said}");
+        assert!(said.len() < 900, "{}", said.len());
+    }
+}
+
+#[test]
 fn where_a_vm_comes_from_follows_the_contracts_precedence() {
     let how = |extra: &[(&str, &str)]| match read(extra).unwrap().how {
         How::Run => "run".to_owned(),
