@@ -83,6 +83,11 @@ pub enum Reason {
     HibernatePauseLimit,
     /// The VM could not be removed after the push.
     HibernateRemoveFailed,
+    /// The guest has run since its capture (the engine's command line let it), so that is stale: the hibernation
+    /// begins anew.
+    HibernateOutrun,
+    /// What would be saved of the VM could be loaded by no host.
+    StateUnloadable,
     /// The tag was moved by somebody else.
     TagMoved,
     /// The saved state could not be pulled.

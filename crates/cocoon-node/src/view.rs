@@ -257,7 +257,8 @@ fn hibernating(o: &Observation, wish: &Wish, record: &OwnerRecord, pushed: bool)
         view.not_ready = Some(Trouble::new(Reason::Hibernating, message));
     }
     // A VM whose removal failed is there: its id is no lie, and it is about to be taken back.
-    let kept = o.failure.as_ref().is_some_and(|failure| failure.reason == Reason::HibernateRemoveFailed);
+    let stays = |reason| matches!(reason, Reason::HibernateRemoveFailed | Reason::HibernateOutrun);
+    let kept = o.failure.as_ref().is_some_and(|failure| stays(failure.reason));
     if pushed && !kept {
         clear(&mut view);
     }

@@ -34,6 +34,12 @@ fn try_hibernating(
     round: &Round<'_>,
 ) -> Result<Step, Step> {
     let Some(vm) = need(&o.vm, Look::Vm)? else { return removed(o, wish, record, round) };
+    // The engine knows better than the record: nothing that was captured or pushed counts, and a VM that stands
+    // still for any reason starts or goes on before it is captured again.
+    let outrun = o.trouble.as_ref().is_some_and(|t| t.reason == Reason::HibernateOutrun);
+    if let Some(captured) = round.captured.filter(|_| outrun) {
+        return Ok(let_go(o, record, captured));
+    }
     match vm.phase {
         VmPhase::Running => Ok(running(o, wish, record, round)),
         VmPhase::Paused => paused(o, wish, record, round),

@@ -312,7 +312,7 @@ impl Vms for Fake {
         if outrun {
             self.begin("remove", vm)?;
             let message = format!("the guest of VM {vm} ran since its capture {snapshot}");
-            return Err(PortError::new(Reason::EngineUnavailable, message));
+            return Err(PortError::new(Reason::HibernateOutrun, message));
         }
         Vms::remove(self, vm).await
     }

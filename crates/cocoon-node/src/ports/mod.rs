@@ -200,8 +200,8 @@ pub trait Vms: Send + Sync + fmt::Debug {
     async fn start(&self, vm: &str) -> PortResult<VmView>;
     /// Removes it with all that belongs to it; not there is success.
     async fn remove(&self, vm: &str) -> PortResult<()>;
-    /// Like [`Vms::remove`], but only if the guest has not run since the capture that made `snapshot`, else an
-    /// error: somebody else (the engine's command line) may have let it go on, and what it did since is nowhere
+    /// Like [`Vms::remove`], but only if the guest has not run since the capture that made `snapshot`, else
+    /// [`Reason::HibernateOutrun`]: somebody else (the engine's command line) may have let it go on, and what it did since is nowhere
     /// else (I3).
     async fn remove_captured(&self, vm: &str, snapshot: &str) -> PortResult<()>;
     /// Saves `name` and leaves the guest paused.

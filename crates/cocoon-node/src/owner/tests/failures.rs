@@ -56,13 +56,59 @@ async fn a_guest_that_somebody_let_go_on_after_its_capture_is_not_removed_but_ca
         let machine = world.vms.get_mut(&vm).unwrap();
         (machine.frozen, machine.state) = (false, machine.state + 7);
     }
-    stage.until("refused", |stage| stage.told(Reason::HibernateRemoveFailed)).await;
+    stage.until("refused", |stage| stage.told(Reason::HibernateOutrun)).await;
     assert!(stage.fake.world().vms.contains_key(&vm));
     stage.until_lifecycle("u1", "hibernated").await;
     assert!(
         stage.fake.world().tags[&format!("{vm}:hibernate")].state >= 7,
         "what it did since is in it (I3)"
     );
+    stage.assert_sound();
+}
+
+/// The agent ends while it pushes; somebody starts the VM, works in it and stops it again; the agent is back.
+async fn outrun_and_stopped(wanted: bool) -> (Stage, String) {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.world().slow.insert("push".into(), Duration::from_secs(5));
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until("pushing", |stage| stage.fake.calls("push") == 1).await;
+    stage.context.kill().await;
+    {
+        let mut world = stage.fake.world();
+        let machine = world.vms.get_mut(&vm).unwrap();
+        (machine.frozen, machine.state) = (true, machine.state + 7);
+        (machine.view.phase, machine.view.stopped_in_order) = (VmPhase::Stopped, true);
+    }
+    if !wanted {
+        stage.annotate("u1", &[(HIBERNATE, None)]);
+    }
+    (stage.restart().await, vm)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_ran_since_its_capture_and_was_stopped_is_started_and_captured_again() {
+    let (stage, vm) = outrun_and_stopped(true).await;
+    stage.until_lifecycle("u1", "hibernated").await;
+    assert!(
+        stage.fake.world().tags[&format!("{vm}:hibernate")].state >= 7,
+        "what it did since is in it (I3)"
+    );
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until_lifecycle("u1", "ready").await;
+    assert!(super::state_of(&stage, &vm) >= 7);
+    stage.assert_sound();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_vm_that_ran_since_its_capture_goes_on_when_nobody_wants_it_hibernated_any_more() {
+    let (stage, vm) = outrun_and_stopped(false).await;
+    stage.until_lifecycle("u1", "ready").await;
+    assert!(super::state_of(&stage, &vm) >= 7);
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    assert_eq!(stage.lifecycle("u1"), "ready");
+    assert!(super::ready(&stage, "u1"));
+    assert!(!stage.fake.world().tags.contains_key(&format!("{vm}:hibernate")), "what it outran is dropped");
     stage.assert_sound();
 }
 

@@ -184,6 +184,29 @@ fn a_push_is_taken_back_when_the_vm_stays_after_all() {
 }
 
 #[test]
+fn a_hibernation_whose_guest_ran_since_its_capture_begins_anew() {
+    let outrun = |o: Observation| Observation { trouble: Some(trouble(Reason::HibernateOutrun)), ..o };
+    let stopped = || o(hibernating(Some("S"), Some("S")), Stopped);
+    let anew = || o(hibernating(None, None), Stopped);
+    check(vec![
+        (
+            "the capture of a VM that was stopped since is forgotten",
+            outrun(stopped()),
+            "note hibernating - - strays S",
+        ),
+        (
+            "so it is when nobody wants it any more",
+            outrun(unwished(stopped())),
+            "note hibernating - - strays S",
+        ),
+        ("and of one that stands paused", outrun(pushed()), "note hibernating - - strays S"),
+        ("then the VM is started", outrun(anew()), "note up"),
+        ("a paused one goes on", outrun(o(hibernating(None, None), Paused)), "resume"),
+        ("a VM that died since its capture and did not run is removed", stopped(), "remove"),
+    ]);
+}
+
+#[test]
 fn a_vm_that_died_on_its_way_ends_with_what_was_captured() {
     check(vec![
         (

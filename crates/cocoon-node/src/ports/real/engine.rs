@@ -230,6 +230,8 @@ fn bring_up(what: String, error: BringUpError) -> PortError {
 pub(super) fn change(what: String, error: ChangeError) -> PortError {
     let reason = match &error {
         ChangeError::DiskFull { .. } => Reason::DiskFull,
+        ChangeError::WentOn(_) => Reason::HibernateOutrun,
+        ChangeError::Unloadable { .. } => Reason::StateUnloadable,
         _ if failure::is_disk_full(&error) => Reason::DiskFull,
         _ => Reason::EngineUnavailable,
     };
@@ -254,6 +256,27 @@ mod tests {
         let starved = shown(true);
         assert_eq!((starved.phase, starved.starved.as_deref()), (VmPhase::Running, Some("no space")));
         assert_eq!(shown(false).starved, None);
+    }
+
+    #[test]
+    fn what_a_step_must_know_of_a_refused_change_has_a_word_of_its_own() {
+        let unloadable = || ChangeError::Unloadable {
+            vm: "vm".into(),
+            version: "7.2".into(),
+            theirs: "pc-q35-7.1".into(),
+            ours: "pc-q35-7.2".into(),
+        };
+        let rows = [
+            (ChangeError::WentOn("vm".into()), "HibernateOutrun"),
+            (unloadable(), "StateUnloadable"),
+            (ChangeError::NotRunning("vm".into()), "HibernateSnapshotFailed"),
+        ];
+        for (error, word) in rows {
+            let trouble =
+                change("capturing VM vm".into(), error).trouble().r#as(Reason::HibernateSnapshotFailed);
+            assert_eq!(trouble.reason.to_string(), word, "{trouble}");
+        }
+        assert!(change("capturing".into(), unloadable()).trouble().message.contains("cocoon vm stop vm"));
     }
 
     #[tokio::test]
