@@ -2,6 +2,8 @@
 //!
 //! Entry points: `Owner::succeeded` and `Owner::step_failed`.
 
+use cocoon_meta::keys;
+
 use crate::{
     cluster::Tone,
     owner::{
@@ -82,6 +84,7 @@ impl Owner {
             self.o.captured_now = None;
         }
         self.say_if_derived(record);
+        self.say_if_hibernating(before.as_ref(), record);
         self.say_if_moved(record);
         self.inbox.set_record(Some(record));
         self.o.record = Some(record.clone());
@@ -103,6 +106,21 @@ impl Owner {
         if entered && before.is_some() {
             known::forget_looks(&mut self.o);
         }
+    }
+
+    /// A hibernation takes as long as its guest's memory is large; what is going on is said when it begins.
+    fn say_if_hibernating(&self, before: Option<&Phase>, record: &OwnerRecord) {
+        let on_its_way = |phase: &Phase| matches!(phase, Phase::Prepushing | Phase::Hibernating { .. });
+        if !on_its_way(&record.phase) || before.is_some_and(on_its_way) {
+            return;
+        }
+        let message = format!(
+            "VM {} is being hibernated: its state is saved and then the VM is removed, which takes the longer the more \
+             memory it has; remove annotation {} to call it off",
+            record.vm_name,
+            keys::ANNOTATION_HIBERNATE
+        );
+        self.tell(Tone::Normal, &Trouble::new(Reason::Hibernating, message));
     }
 
     /// A pod that nobody marked as a wake is restored all the same, because there is saved state.

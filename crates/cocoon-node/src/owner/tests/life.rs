@@ -194,3 +194,18 @@ async fn a_live_snapshot_request_is_answered_once_and_the_guest_goes_on() {
     }
     assert_eq!((stage.fake.calls("push"), stage.lifecycle("u1")), (2, "ready".into()));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_hibernation_is_said_when_it_begins_and_once() {
+    let stage = Stage::new(true).await;
+    let vm = booted(&stage).await;
+    stage.fake.world().slow.insert("capture".into(), Duration::from_secs(38));
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert!(stage.told(Reason::Hibernating) && stage.lifecycle("u1") == "hibernating");
+    stage.until_lifecycle("u1", "hibernated").await;
+    let said = stage.api.said.lock().unwrap().clone();
+    let said: Vec<_> = said.iter().filter(|event| event.reason == Reason::Hibernating).collect();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(said[0].message.contains(&vm) && said[0].message.contains(HIBERNATE), "{said:?}");
+}
