@@ -88,6 +88,10 @@ pub(crate) const CPU_MODEL: &str = "Nehalem-v1";
 
 /// Most layers of a guest: 16 slots of 8 functions, one for the writable disk.
 pub(crate) const MAX_LAYERS: usize = 127;
+/// Most CPUs of a guest: the machine's interrupt controller has a byte for their numbers.
+pub(crate) const MAX_CPUS: u64 = 255;
+/// Most memory of a guest: [`CPU_MODEL`] has addresses of 40 bits, and the machine keeps a part of them for devices.
+pub(crate) const MAX_MEMORY: u64 = 960 << 30;
 /// Most NICs of a guest.
 pub(crate) const MAX_NICS: usize = 8;
 

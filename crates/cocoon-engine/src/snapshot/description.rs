@@ -10,7 +10,7 @@ use thiserror::Error;
 use crate::{
     image::RecordedBoot,
     qemu::{
-        machine::{Accelerator, Machine, devices},
+        machine::{Accelerator, MAX_CPUS, MAX_MEMORY, Machine, devices},
         version::Facts,
     },
 };
@@ -30,8 +30,6 @@ pub(crate) const COCOON_JSON: &str = "cocoon.json";
 pub(crate) const FORMAT: u32 = 1;
 /// Longest `qemu.json` that is read.
 pub(crate) const MAX_BYTES: u64 = 1 << 20;
-/// Largest guest: 4 TiB.
-const MAX_MEMORY: u64 = 4 << 40;
 
 /// Where guest memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +69,7 @@ pub(crate) enum DescriptionError {
     Json(#[from] serde_json::Error),
     /// A machine that this release never makes.
     #[error("qemu.json describes a machine that is refused: {0}")]
-    Refused(&'static str),
+    Refused(String),
 }
 
 /// What does not fit: the snapshot's side and this host's.
@@ -88,21 +86,23 @@ impl Description {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, DescriptionError> {
         let this: Self = serde_json::from_slice(bytes)?;
         let machine = &this.machine;
+        let refused = |what: &str| Err(DescriptionError::Refused(what.to_owned()));
         let plain = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
         if !plain(&machine.machine_type) || !plain(&machine.cpu_model) || !plain(&this.qemu_version) {
-            return Err(DescriptionError::Refused("odd characters in a name"));
+            return refused("odd characters in a name");
         }
-        if !(1..=1024).contains(&machine.cpus) {
-            return Err(DescriptionError::Refused("number of CPUs"));
+        if !(1..=MAX_CPUS).contains(&machine.cpus) {
+            return refused(&format!("{} CPUs; it can have 1 to {MAX_CPUS}", machine.cpus));
         }
         if !(1 << 20..=MAX_MEMORY).contains(&machine.memory) || !machine.memory.is_multiple_of(1 << 20) {
-            return Err(DescriptionError::Refused("memory size"));
+            let (bytes, most) = (machine.memory, MAX_MEMORY >> 20);
+            return refused(&format!("{bytes} bytes of memory; it can have whole MiB, 1 to {most} of them"));
         }
         if machine.devices != devices(machine.layers(), machine.nics()) {
-            return Err(DescriptionError::Refused("device list"));
+            return refused("a device list that is not this release's");
         }
         if machine.layers() != this.boot.layers.len() {
-            return Err(DescriptionError::Refused("layers and disks differ in number"));
+            return refused("layers and disks that differ in number");
         }
         Ok(this)
     }
@@ -201,6 +201,25 @@ mod tests {
         refused(|v| v["machine"]["devices"][0]["slot"] = 9.into());
         refused(|v| v["machine"]["devices"][0]["kind"] = "vfio-pci".into());
         refused(|v| v["boot"]["layers"] = serde_json::json!([]));
+    }
+
+    #[test]
+    fn a_machine_larger_than_qemu_makes_is_refused_with_what_is_possible() {
+        for (field, most, too_much, said) in [
+            ("cpus", MAX_CPUS, 1024, "1024 CPUs; it can have 1 to 255"),
+            (
+                "memory",
+                MAX_MEMORY,
+                4_u64 << 40,
+                "4398046511104 bytes of memory; it can have whole MiB, 1 to 983040",
+            ),
+        ] {
+            assert!(edited(|v| v["machine"][field] = most.into()).is_ok(), "{field}");
+            let refused = edited(|v| v["machine"][field] = (most + 1).into());
+            assert!(refused.is_err(), "{field}");
+            let error = edited(|v| v["machine"][field] = too_much.into()).unwrap_err().to_string();
+            assert!(error.contains(said), "{error}");
+        }
     }
 
     #[test]
