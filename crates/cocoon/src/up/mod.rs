@@ -20,7 +20,10 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use clap::Args;
-use cocoon_engine::engine::{Engine, EngineConfig, MemoryRecipe};
+use cocoon_engine::{
+    engine::{Engine, EngineConfig, MemoryRecipe},
+    model::VmState,
+};
 use cocoon_kit::{
     tasks::{Failure, Kind, Tasks},
     world::{RealWorld, World},
@@ -415,12 +418,25 @@ fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
+/// A capture may have outlasted the time that its owner had to end: its guest goes on when it is done.
+async fn let_go(engine: &Engine, vm: &str) {
+    const LIMIT: Duration = Duration::from_secs(30);
+    let why = match tokio::time::timeout(LIMIT, engine.resume(vm)).await {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => cocoon_kit::failure::chain(&error),
+        Err(_) => format!("no end within {} s", LIMIT.as_secs()),
+    };
+    tracing::warn!(vm, why, "the guest may stand paused; `cocoon vm start {vm}` lets it go on");
+}
+
 /// VMs go on without us; without VMs the network is taken down.
 async fn leave(engine: &Engine, network: &NetworkConfig) -> anyhow::Result<()> {
     let vms = engine.list().await.context("listing VMs at the end")?;
     if vms.is_empty() {
         return network::release(network).await;
     }
+    let paused = vms.iter().filter(|vm| vm.state == VmState::Running && vm.paused);
+    futures::future::join_all(paused.map(|vm| let_go(engine, &vm.config.name))).await;
     say(&format!(
         "{} VM(s) and the network go on; `cocoon up` with the same --data-dir finds them again",
         vms.len()
