@@ -84,12 +84,14 @@ pub enum BringUpError {
         remedy: String,
     },
     /// The guest never came up.
-    #[error("guest of {vm} did not answer within {seconds} s; see `cocoon vm logs {vm}`")]
+    #[error("guest of {vm} did not answer within {seconds} s; {said}")]
     GuestSilent {
         /// Which VM.
         vm: String,
         /// How long was waited.
         seconds: u64,
+        /// The last lines of its logs, or where they are.
+        said: String,
     },
     /// Anything below.
     #[error(transparent)]

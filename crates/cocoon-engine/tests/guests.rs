@@ -468,7 +468,9 @@ fn bad_requests_get_one_clear_error_and_leave_nothing() {
             let error = host.engine.run(spec(name, "tiny", 256 * MIB)).await.unwrap_err();
             assert!(matches!(error, BringUpError::Invalid(_)), "{name:?}: {error}");
         }
-        assert!(host.engine.run(spec("vm-a", "tiny", 64 * MIB)).await.is_err());
+        for memory in [64 * MIB, 1 << 44] {
+            assert!(host.engine.run(spec("vm-a", "tiny", memory)).await.is_err());
+        }
         let clone = CloneSpec { name: "vm-a".into(), snapshot: "nope".into(), identity: CloneIdentity::New };
         let error = host.engine.clone_vm(clone).await.unwrap_err();
         assert!(matches!(error, BringUpError::Lookup(LookupError::SnapshotNotFound(_))), "{error}");

@@ -13,7 +13,7 @@ use std::{
 use cocoon_kit::files::private_folder;
 
 use super::{
-    Shared, blocking, guest,
+    Shared, blocking, guest, memory,
     reserve::{check_name, fill, reserve},
     while_alive,
 };
@@ -24,7 +24,7 @@ use crate::{
     process::Process,
     qemu::{
         launch::{Launched, Plan, RamSource, launch, ram_file},
-        machine::{MAX_NICS, Machine},
+        machine::{MAX_CPUS, MAX_MEMORY, MAX_NICS, Machine},
     },
     records::{RamRecord, Record},
 };
@@ -36,6 +36,7 @@ const MIB: u64 = 1 << 20;
 /// Boots a VM from an image and waits until its agent answers.
 pub(crate) async fn run(shared: &Arc<Shared>, spec: RunSpec) -> Result<Vm, BringUpError> {
     check(&spec)?;
+    memory::fits(&spec.name, spec.memory).await?;
     let facts = shared.facts().await?;
     let boot = shared.images.boot_set(&spec.image, &shared.config.boot_bundle).await?;
     let nics = if shared.config.network.is_some() { spec.nics } else { 0 };
@@ -59,11 +60,15 @@ pub(crate) async fn run(shared: &Arc<Shared>, spec: RunSpec) -> Result<Vm, Bring
 fn check(spec: &RunSpec) -> Result<(), BringUpError> {
     check_name(&spec.name)?;
     let wrong = |what: String| Err(BringUpError::Invalid(format!("VM {}: {what}", spec.name)));
-    if !(1..=255).contains(&spec.cpu) {
-        return wrong(format!("{} CPUs are asked for; 1 to 255 are possible", spec.cpu));
+    if !(1..=MAX_CPUS).contains(&spec.cpu) {
+        return wrong(format!("{} CPUs are asked for; 1 to {MAX_CPUS} are possible", spec.cpu));
     }
     if spec.memory < MIN_MEMORY {
         return wrong(format!("{} bytes of memory are asked for; the least is {MIN_MEMORY}", spec.memory));
+    }
+    if spec.memory > MAX_MEMORY {
+        let (asked, most) = (memory::in_words(spec.memory), memory::in_words(MAX_MEMORY));
+        return wrong(format!("{asked} of memory are asked for; the most that a machine has is {most}"));
     }
     if spec.nics > MAX_NICS {
         return wrong(format!("{} NICs are asked for; the most is {MAX_NICS}", spec.nics));
@@ -187,8 +192,11 @@ async fn answered(
     match while_alive(process, log, name, opening).await? {
         Ok(_channel) => Ok(()),
         Err(error) => {
-            tracing::warn!(vm = %name, %error, console = %super::tail(&log.console()), "the guest did not answer");
-            Err(BringUpError::GuestSilent { vm: name.clone(), seconds: limit.as_secs() })
+            let console = super::tail(&log.console());
+            tracing::warn!(vm = %name, %error, console, "the guest did not answer");
+            // Told here, because a VM whose start failed may be gone, and its logs with it.
+            let said = format!("its console says last: {console}; QEMU says: {}", super::tail(&log.qemu()));
+            Err(BringUpError::GuestSilent { vm: name.clone(), seconds: limit.as_secs(), said })
         }
     }
 }
@@ -199,4 +207,51 @@ pub(crate) async fn finish(shared: &Shared, mut record: Record) -> Result<Vm, Br
     shared.save(&mut record).await?;
     let process = record.process;
     Ok(shared.shown_with(record, process))
+}
+
+#[cfg(test)]
+mod tests {
+    use cocoon_kit::world::RealWorld;
+
+    use super::*;
+    use crate::vm::tests::{config, running};
+
+    fn spec(cpu: u64, memory: u64) -> RunSpec {
+        RunSpec { name: "vm-a".into(), image: "tiny".into(), cpu, memory, storage: 1 << 30, nics: 0 }
+    }
+
+    #[test]
+    fn what_no_machine_can_have_is_refused_with_what_it_can_have() {
+        for (spec, said) in [
+            (spec(1024, MIN_MEMORY), "1024 CPUs are asked for; 1 to 255"),
+            (spec(1, MIN_MEMORY - 1), "134217727 bytes of memory are asked for; the least is 134217728"),
+            (
+                spec(1, 4 << 40),
+                "4096.0 GiB of memory are asked for; the most that a machine has is 960.0 GiB",
+            ),
+        ] {
+            let error = check(&spec).unwrap_err().to_string();
+            assert!(error.contains("VM vm-a") && error.contains(said), "{error}");
+        }
+        check(&spec(MAX_CPUS, MAX_MEMORY)).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_never_answered_is_told_with_the_last_it_said_for_its_logs_go_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let shared = Shared::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
+        let (record, _runs) = running(&shared).await;
+        let (run, log) = (shared.run_folder(&record.vm.id), shared.log_folder(&record.vm.id));
+        private_folder(&log.0).unwrap();
+        std::fs::write(log.console(), "booting\nKernel panic: no memory\n").unwrap();
+        let limit = Duration::from_millis(1);
+        let error =
+            answered(&record, record.process.unwrap(), &run, &log, limit).await.unwrap_err().to_string();
+        assert!(error.contains("guest of vm-a did not answer"), "{error}");
+        assert!(
+            error.contains("booting; Kernel panic: no memory") && error.contains("QEMU says: nothing"),
+            "{error}"
+        );
+        assert!(!error.contains("vm logs"), "{error}");
+    }
 }

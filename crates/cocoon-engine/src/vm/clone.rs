@@ -19,7 +19,7 @@ use serde_json::json;
 use super::{
     Shared, blocking,
     bring_up::{attach, finish, folders, give, kept, launched, started},
-    guest, monitor,
+    guest, memory, monitor,
     reserve::{check_name, fill, reserve},
     tear_down, while_alive,
     whose::Noted,
@@ -63,6 +63,7 @@ pub(crate) async fn clone_vm(shared: &Arc<Shared>, spec: CloneSpec) -> Result<Vm
         theirs: mismatch.theirs,
         ours: mismatch.ours,
     })?;
+    memory::held(&snapshot.envelope.name, description.machine.memory).await?;
     let boot = shared.images.boot_set_by_digests(&description.boot, &shared.config.boot_bundle).await?;
     let envelope = &snapshot.envelope;
     let config = VmConfig {
@@ -210,7 +211,7 @@ async fn loaded(
     source: &Source<'_>,
 ) -> Result<Qmp, BringUpError> {
     let run = shared.run_folder(&record.vm.id);
-    let ram = memory(record, source, source.private).await?;
+    let ram = ram_source(record, source, source.private).await?;
     let started_now = launched(shared, record, nics, ram, true).await?;
     let mut private = source.private;
     let mut qmp = greeted(shared, record, &run, started_now).await?;
@@ -221,7 +222,7 @@ async fn loaded(
         let noted = Noted { process: started_now.process, disk: Some(started_now.disk) };
         tear_down::kill(shared, &record.vm.id, Some(noted)).await?;
         private = false;
-        let (nics, ram) = (attach(shared, record).await?, memory(record, source, false).await?);
+        let (nics, ram) = (attach(shared, record).await?, ram_source(record, source, false).await?);
         launched_now = launched(shared, record, nics, ram, true).await?;
         qmp = greeted(shared, record, &run, launched_now).await?;
     }
@@ -255,7 +256,7 @@ async fn greeted(
     }
 }
 
-async fn memory(record: &Record, source: &Source<'_>, private: bool) -> Result<RamSource, Fault> {
+async fn ram_source(record: &Record, source: &Source<'_>, private: bool) -> Result<RamSource, Fault> {
     let size = record.vm.config.memory;
     let ranges = source.file(MEMORY_RANGES);
     let mode = source.description.memory_mode;
@@ -370,7 +371,9 @@ pub(crate) async fn identify_again(shared: &Shared, record: &mut Record) -> Resu
     let mut qmp = super::connect(&run, &name).await?;
     identified(shared, record, &mut qmp, kind).await?;
     if record.links_down {
-        return Err(BringUpError::GuestSilent { vm: name, seconds: IDENTITY_LIMIT.as_secs() });
+        // The VM runs, so its logs are there.
+        let said = format!("see `cocoon vm logs {name}`");
+        return Err(BringUpError::GuestSilent { vm: name, seconds: IDENTITY_LIMIT.as_secs(), said });
     }
     Ok(())
 }

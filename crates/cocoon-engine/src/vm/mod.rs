@@ -8,6 +8,7 @@ pub(crate) mod bring_up;
 pub(crate) mod capture;
 pub(crate) mod clone;
 pub(crate) mod guest;
+pub(crate) mod memory;
 pub(crate) mod power;
 pub(crate) mod reserve;
 pub(crate) mod tear_down;
@@ -284,15 +285,18 @@ pub(crate) async fn while_alive<T>(
     }
 }
 
-/// The last lines of a log, for an error message.
+/// The last lines of a log, for an error message. The guest's are what it likes, so they are cut and without
+/// control characters.
 #[must_use]
 pub(crate) fn tail(path: &Path) -> String {
     const LINES: usize = 5;
+    const LONGEST: usize = 200;
     let text =
         std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
-    let last = lines.get(lines.len().saturating_sub(LINES)..).unwrap_or_default().join("; ");
-    if last.is_empty() { format!("{} is empty", path.display()) } else { last }
+    let plain = |line: &str| line.chars().filter(|c| !c.is_control()).take(LONGEST).collect::<String>();
+    let last = text.lines().rev().map(|line| plain(line.trim())).filter(|line| !line.is_empty()).take(LINES);
+    let last: Vec<String> = last.collect();
+    if last.is_empty() { "nothing".to_owned() } else { last.into_iter().rev().collect::<Vec<_>>().join("; ") }
 }
 
 #[cfg(test)]
@@ -350,6 +354,15 @@ pub(crate) mod tests {
         record.process = Process::of_pid(runs.0.id());
         record.disk = Some(on_disk);
         (shared.records.reserve(record).await.unwrap(), runs)
+    }
+
+    #[test]
+    fn the_end_of_a_log_is_short_and_cannot_speak_to_a_terminal() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("console.log");
+        assert_eq!(tail(&path), "nothing");
+        std::fs::write(&path, format!("1\n2\n\n3\n4\n\x1b[2J5\n{}\n\r\n", "6".repeat(9000))).unwrap();
+        assert_eq!(tail(&path), format!("2; 3; 4; [2J5; {}", "6".repeat(200)));
     }
 
     const FOLDER: &str = "COCOON_TEST_FOLDER";

@@ -10,7 +10,7 @@ use cocoon_guest::host::Exec;
 use super::{
     Shared, blocking,
     bring_up::{boot, finish},
-    capture, clone, guest, monitor, tear_down, tend,
+    capture, clone, guest, memory, monitor, tear_down, tend,
 };
 use crate::{
     error::{BringUpError, ChangeError, Fault},
@@ -41,6 +41,7 @@ async fn up(shared: &Shared, mut record: Record) -> Result<Vm, BringUpError> {
     if let Some(process) = shared.process_of(&record)? {
         return go_on(shared, record, process).await;
     }
+    memory::fits(&name, record.vm.config.memory).await?;
     let facts = shared.facts().await?;
     record.machine =
         record.machine.map(|machine| machine.booted_on(&facts.machine_type(), facts.accelerator));
