@@ -138,6 +138,10 @@ pub enum Reason {
     RecordsUnavailable,
     /// The API server could not be asked.
     ApiUnavailable,
+    /// A guest waits for an address and all of the network's are taken.
+    NoFreeAddress,
+    /// A guest waits for an address and the daemon that gives them does not answer.
+    NetworkDaemonDown,
     /// The probe did not succeed (yet).
     ProbeFailed,
     /// The VM was made.

@@ -240,6 +240,9 @@ fn not_probed(o: &Observation, wish: &Wish, running: bool) -> Trouble {
     if let Some(silence) = &o.silence {
         return silence.trouble(&wish.vm_name);
     }
+    if let Some(obstacle) = o.reach.obstacle.as_ref().filter(|_| running) {
+        return obstacle.clone();
+    }
     let message = match (running, o.reach.message.as_str()) {
         (false, _) => format!("VM {} is not running", wish.vm_name),
         (true, "") => format!("VM {} was not probed yet", wish.vm_name),

@@ -182,12 +182,7 @@ fn living() -> Observation {
     Observation {
         wish: Some(read(&[]).unwrap()),
         record: Some(fake::record("vk-default-demo-0-8aaf2c")),
-        reach: Reach {
-            of: (&vm).into(),
-            ip: Some([10, 0, 0, 2].into()),
-            ready: true,
-            message: String::new(),
-        },
+        reach: Reach { of: (&vm).into(), ip: Some([10, 0, 0, 2].into()), ready: true, ..Reach::default() },
         vm: Seen::Known(Some(vm)),
         ..Observation::default()
     }

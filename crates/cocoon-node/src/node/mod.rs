@@ -9,7 +9,7 @@ use std::{
     net::IpAddr,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -32,7 +32,8 @@ use tokio_util::sync::CancellationToken;
 use self::object::Facts;
 use crate::{
     config::NodeConfig,
-    ports::{Host, Ports, Upkeep},
+    ports::{Host, Leases, Ports, Upkeep},
+    reason::Reason,
 };
 
 /// Between two looks at node and lease.
@@ -90,6 +91,9 @@ pub(crate) struct Registrar {
     upkeep: Arc<dyn Upkeep>,
     /// What the VMs' disks took when the engine last said so.
     used_by_vms: Arc<AtomicU64>,
+    addresses: Arc<dyn Leases>,
+    /// The network daemon did not answer at the last look.
+    daemon_down: Arc<AtomicBool>,
     health: Arc<Health>,
     world: Arc<dyn World>,
     address: IpAddr,
@@ -115,8 +119,21 @@ impl Registrar {
         let nodes = Api::all(client.clone());
         let leases = Api::namespaced(client, LEASES);
         let (host, upkeep) = (Arc::clone(&ports.host), Arc::clone(&ports.upkeep));
-        let used_by_vms = Arc::default();
-        Self { nodes, leases, config, host, upkeep, used_by_vms, health, world, address }
+        let addresses = Arc::clone(&ports.leases);
+        let (used_by_vms, daemon_down) = (Arc::default(), Arc::default());
+        Self {
+            nodes,
+            leases,
+            config,
+            host,
+            upkeep,
+            used_by_vms,
+            addresses,
+            daemon_down,
+            health,
+            world,
+            address,
+        }
     }
 
     /// Until `shutdown`. The first look waits until the engine has answered, or failed to: a node that
@@ -186,8 +203,17 @@ impl Registrar {
             host: self.host.view().await,
             used_by_vms: self.used_by_vms().await,
             engine_fault: self.health.fault(),
+            network_fault: self.network_fault().await,
             address: self.address.to_string(),
         }
+    }
+
+    /// A daemon that is started again in between is no news: it must be away at two looks in a row.
+    async fn network_fault(&self) -> Option<String> {
+        let obstacle = self.addresses.obstacle().await;
+        let down = obstacle.filter(|trouble| trouble.reason == Reason::NetworkDaemonDown);
+        let before = self.daemon_down.swap(down.is_some(), Ordering::Relaxed);
+        down.filter(|_| before).map(|trouble| trouble.message)
     }
 
     /// An engine that does not answer leaves it at what it said last: the node must not shrink by that.
@@ -244,7 +270,7 @@ mod tests {
     use http_body_util::Full;
 
     use super::*;
-    use crate::{ports::fake::Fake, reason::Reason};
+    use crate::{ports::fake::Fake, reason::Trouble};
 
     #[test]
     fn only_a_turn_wakes_the_registrar_and_the_newest_words_are_told() {
@@ -259,20 +285,43 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn what_the_vms_disks_take_is_given_back_to_allocatable_and_no_answer_changes_nothing() {
-        let fake = Fake::default();
+    fn registrar(fake: &Fake) -> Registrar {
         let service = tower::service_fn(|_: http::Request<kube::client::Body>| async {
             Ok::<_, tower::BoxError>(http::Response::new(Full::new(Bytes::new())))
         });
-        let registrar = Registrar::new(
+        Registrar::new(
             Client::new(service, "default"),
             NodeConfig::new("n1"),
             &fake.ports(true),
             Arc::default(),
             Arc::new(RealWorld),
             [127, 0, 0, 1].into(),
-        );
+        )
+    }
+
+    #[tokio::test]
+    async fn a_network_daemon_counts_as_down_when_it_is_away_twice_in_a_row_and_a_full_pool_does_not() {
+        let fake = Fake::default();
+        let registrar = registrar(&fake);
+        let (down, full) = (Some(Reason::NetworkDaemonDown), Some(Reason::NoFreeAddress));
+        for (obstacle, fault) in [
+            (None, false),
+            (down, false),
+            (down, true),
+            (None, false),
+            (down, false),
+            (full, false),
+            (full, false),
+        ] {
+            fake.world().leaseless = obstacle.map(|reason| Trouble::new(reason, "why"));
+            assert_eq!(registrar.facts().await.network_fault.is_some(), fault, "{obstacle:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_the_vms_disks_take_is_given_back_to_allocatable_and_no_answer_changes_nothing() {
+        let fake = Fake::default();
+        let registrar = registrar(&fake);
         assert_eq!(registrar.facts().await.used_by_vms, 0);
         fake.world().disk_used = 7 << 30;
         assert_eq!(registrar.facts().await.used_by_vms, 7 << 30);

@@ -18,6 +18,8 @@ pub(crate) struct Facts {
     pub used_by_vms: u64,
     /// Why the engine does not answer.
     pub engine_fault: Option<String>,
+    /// Why no guest gets an address, when that lasts.
+    pub network_fault: Option<String>,
     /// The node's address.
     pub address: String,
 }
@@ -228,7 +230,12 @@ fn our_conditions(facts: &Facts) -> Vec<Ours> {
             ["KubeletHasSufficientPID", "KubeletHasInsufficientPID"],
             "process ids of the host",
         ),
-        condition("NetworkUnavailable", false, ["RouteCreated", "NoRoute"], "VMs reach the host's bridge"),
+        condition(
+            "NetworkUnavailable",
+            facts.network_fault.is_some(),
+            ["RouteCreated", "NetworkDaemonDown"],
+            facts.network_fault.as_deref().unwrap_or("VMs reach the host's bridge"),
+        ),
     ]
 }
 
@@ -261,7 +268,13 @@ mod tests {
             processes: (100, 32768),
             ..HostView::default()
         };
-        Facts { host, used_by_vms: 10 << 30, engine_fault: None, address: "127.0.0.1".into() }
+        Facts {
+            host,
+            used_by_vms: 10 << 30,
+            engine_fault: None,
+            network_fault: None,
+            address: "127.0.0.1".into(),
+        }
     }
 
     fn applied(mut node: Value, patches: &[Option<Value>]) -> Node {
@@ -320,6 +333,27 @@ mod tests {
         let found = quantities(&config, &facts(), true);
         assert_eq!((found["cpu"].as_str(), found["pods"].as_str()), (Some("25"), Some("256")));
         assert_eq!(found["ephemeral-storage"], (48_u64 << 30).to_string());
+    }
+
+    #[test]
+    fn a_network_daemon_that_is_down_makes_the_network_unavailable_and_the_node_stays_ready() {
+        let config = NodeConfig::new("n1");
+        let node: Node = serde_json::from_value(new(&config)).unwrap();
+        for (fault, status, reason) in
+            [(None, "False", "RouteCreated"), (Some("it is down"), "True", "NetworkDaemonDown")]
+        {
+            let facts = Facts { network_fault: fault.map(str::to_owned), ..facts() };
+            let patch = status_patch(&node, &config, &facts, at(0)).unwrap();
+            let conditions = patch["status"]["conditions"].as_array().unwrap();
+            let find = |kind: &str| conditions.iter().find(|one| one["type"] == kind).unwrap();
+            let network = find("NetworkUnavailable");
+            assert_eq!(
+                (network["status"].as_str(), network["reason"].as_str()),
+                (Some(status), Some(reason))
+            );
+            assert!(fault.is_none_or(|fault| network["message"] == fault));
+            assert_eq!(find("Ready")["status"], "True");
+        }
     }
 
     #[test]

@@ -17,6 +17,11 @@ impl Owner {
         self.o.now = self.context.world.now();
         self.o.baseline_wanted = self.inbox.baseline_wanted();
         if let Some(reach) = self.probe.as_ref().and_then(ProbeTask::said) {
+            if let Some(obstacle) =
+                reach.obstacle.as_ref().filter(|now| self.o.reach.obstacle.as_ref() != Some(*now))
+            {
+                self.tell(Tone::Warning, obstacle);
+            }
             self.o.reach = reach;
         }
         self.take_listed();

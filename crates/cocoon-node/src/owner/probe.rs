@@ -6,11 +6,12 @@
 
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::{sync::watch, task::JoinHandle, time::Instant};
 
 use crate::{
     owner::{Context, inbox::Inbox},
     planner::observation::{Process, Reach},
+    reason::Trouble,
 };
 
 const FIRST: Duration = Duration::from_millis(100);
@@ -18,6 +19,8 @@ const SLOWEST_BEFORE_READY: Duration = Duration::from_secs(1);
 const WHEN_READY: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(3);
 const FAILURES: u32 = 3;
+/// A guest may take so long to ask for an address before anybody looks whether it can have one, and between two looks.
+const LEASE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What is probed; another target is another task.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,18 +96,45 @@ impl Gauge {
     }
 }
 
+/// A guest that has no address yet: since when, and whether it can have one.
+#[derive(Debug, Default)]
+struct Lack {
+    since: Option<Instant>,
+    asked: Option<Instant>,
+    obstacle: Option<Trouble>,
+}
+
+impl Lack {
+    /// Why it can have none, once it has waited for some time; asked again only after some more.
+    async fn obstacle(&mut self, context: &Context) -> Option<Trouble> {
+        let now = context.world.instant();
+        let long = |from: Instant| now.duration_since(from) >= LEASE_PATIENCE;
+        if long(*self.since.get_or_insert(now)) && self.asked.is_none_or(long) {
+            self.asked = Some(now);
+            self.obstacle = context.ports.leases.obstacle().await;
+        }
+        self.obstacle.clone()
+    }
+}
+
 async fn keep_asking(
     context: Arc<Context>,
     inbox: Arc<Inbox>,
     target: Target,
     tell: watch::Sender<Option<Reach>>,
 ) {
-    let mut gauge = Gauge::default();
+    let (mut gauge, mut lack) = (Gauge::default(), Lack::default());
     loop {
         let (ip, outcome) = sample(&context, &target).await;
         gauge.sample(outcome.is_ok());
+        let obstacle = if ip.is_none() && target.fixed.is_none() && !gauge.ready {
+            lack.obstacle(&context).await
+        } else {
+            lack = Lack::default();
+            None
+        };
         let message = if gauge.ready { String::new() } else { outcome.err().unwrap_or_default() };
-        let reach = Reach { of: target.process.clone(), ip, ready: gauge.ready, message };
+        let reach = Reach { of: target.process.clone(), ip, ready: gauge.ready, message, obstacle };
         if tell.send_if_modified(|told| told.replace(reach.clone()) != Some(reach)) {
             inbox.ring();
         }

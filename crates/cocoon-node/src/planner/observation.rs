@@ -182,6 +182,8 @@ pub struct Reach {
     pub ready: bool,
     /// Why not.
     pub message: String,
+    /// Why its guest can be given no address, when that is what it waits for.
+    pub obstacle: Option<Trouble>,
 }
 
 /// A clone's guest that has not taken its identity: the VM runs, its links are down, nobody can reach it.

@@ -64,6 +64,8 @@ pub(crate) struct World {
     pub(crate) disk_used: u64,
     /// MACs that hold a lease; a test puts them there, a release takes them away.
     pub(crate) leases: BTreeSet<String>,
+    /// Guests get no address, and why.
+    pub(crate) leaseless: Option<Trouble>,
     /// Bytes a second of the last push, and bytes of a capture.
     pub(crate) throughput: Option<u64>,
     pub(crate) capture_size: u64,
@@ -524,6 +526,9 @@ impl Registry for Fake {
 #[async_trait]
 impl Leases for Fake {
     async fn lookup(&self, mac: &str) -> PortResult<Option<Ipv4Addr>> {
+        if self.world().leaseless.is_some() {
+            return Ok(None);
+        }
         let last = mac.rsplit(':').next().and_then(|hex| u8::from_str_radix(hex, 16).ok()).unwrap_or(1);
         Ok(Some(Ipv4Addr::new(172, 31, 240, last)))
     }
@@ -537,6 +542,10 @@ impl Leases for Fake {
         self.begin("release", mac)?;
         self.world().leases.remove(mac);
         Ok(())
+    }
+
+    async fn obstacle(&self) -> Option<Trouble> {
+        self.world().leaseless.clone()
     }
 }
 

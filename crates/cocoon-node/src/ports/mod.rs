@@ -313,6 +313,11 @@ pub trait Leases: Send + Sync + fmt::Debug {
     async fn held(&self) -> PortResult<Vec<String>>;
     /// Gives the lease back; none is success.
     async fn release(&self, mac: &str) -> PortResult<()>;
+    /// Why no guest can be given an address now (`NoFreeAddress` or `NetworkDaemonDown`), in words that do not change
+    /// while that lasts; `None`: it can, or that is not known.
+    async fn obstacle(&self) -> Option<Trouble> {
+        None
+    }
 }
 
 /// Asks whether a guest is reachable.

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::{HIBERNATE, ID, booted, gone};
 use crate::{
-    owner::stage::{Stage, pod},
+    owner::stage::{Stage, not_ready, pod},
     ports::VmPhase,
-    reason::Reason,
+    reason::{Reason, Trouble},
 };
 
 #[tokio::test(start_paused = true)]
@@ -155,4 +155,25 @@ async fn a_failing_pod_is_quiet_and_its_delete_does_not_wait_for_the_back_off() 
     stage.delete("u1");
     gone(&stage, "u1").await;
     assert!(begun.elapsed() < Duration::from_secs(10));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_can_be_given_no_address_has_the_reason_in_its_pod_after_some_seconds() {
+    for reason in [Reason::NoFreeAddress, Reason::NetworkDaemonDown] {
+        let stage = Stage::new(true).await;
+        stage.fake.world().leaseless = Some(Trouble::new(reason, "all addresses of 10.0.0.0/30 are taken"));
+        stage.apply(pod("demo-0", "u1", &[]));
+        let seen = |stage: &Stage| not_ready(stage, "u1").unwrap_or_default();
+        stage.until("it waits for a lease", |stage| seen(stage).1.contains("lease")).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        assert_eq!(seen(&stage).0, "ProbeFailed", "its guest may not have asked yet");
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        assert_eq!(seen(&stage), (reason.to_string(), "all addresses of 10.0.0.0/30 are taken".to_owned()));
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        let said = stage.api.said.lock().unwrap().clone();
+        assert_eq!(said.iter().filter(|event| event.reason == reason).count(), 1, "{said:?}");
+        stage.fake.world().leaseless = None;
+        stage.until_lifecycle("u1", "ready").await;
+        stage.assert_sound();
+    }
 }

@@ -122,7 +122,7 @@ fn blank() -> Observation {
 fn living() -> Observation {
     let vm = vm(VmPhase::Running);
     let of = vm.known().and_then(Option::as_ref).map(Process::from).unwrap();
-    let reach = Reach { of, ip: None, ready: true, message: String::new() };
+    let reach = Reach { of, ready: true, ..Reach::default() };
     Observation { record: Some(up()), vm, reach, ..blank() }
 }
 
