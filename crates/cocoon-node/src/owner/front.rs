@@ -4,6 +4,9 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
+use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
+
 use crate::{
     cluster::{Show, Tone},
     oddities::{Served, oddities},
@@ -17,24 +20,30 @@ use crate::{
     ports::VmPhase,
     reason::{Reason, Trouble},
     record::Phase,
-    view, wish,
+    status::annotation_patch,
+    view::{self, View},
+    wish,
 };
 
 /// Oddities of one incarnation that are said; a pod whose annotations change all the time is not followed
 /// for ever (I9).
 const MAX_ODDITIES: usize = 64;
 
+/// How long annotations are other than ours before they are written again: the watch is a little late.
+const SETTLED: Duration = Duration::from_secs(1);
+/// Two corrections are at least so far apart: with who changes them all the time nobody plays ping-pong (I9).
+const CORRECTIONS: Duration = Duration::from_secs(15);
+
 impl Owner {
     pub(super) fn show(&mut self) {
         let view = view::view(&self.o);
-        if let (Some(view), Some(pod)) = (&view, self.head_pod().map(|pod| Arc::clone(&pod.pod)))
-            && self.shown.as_ref() != Some(view)
-        {
-            self.version += 1;
-            self.shown_at = self.context.world.instant();
-            let show = Show { pod, view: view.clone(), version: self.version };
-            self.context.cluster.show(show, Arc::clone(&self.inbox));
-            self.shown = Some(view.clone());
+        match (&view, self.head_pod().map(|pod| Arc::clone(&pod.pod))) {
+            (Some(view), Some(pod)) => {
+                if self.shown.as_ref() != Some(view) || self.was_overwritten(&pod, view) {
+                    self.put(pod, view);
+                }
+            }
+            _ => self.overwritten = None,
         }
         self.o.published = view.is_none() || self.inbox.last_accepted() >= self.version;
         self.o.unpublished_for = if self.o.published {
@@ -43,6 +52,41 @@ impl Owner {
             self.context.world.instant().duration_since(self.shown_at)
         };
         self.sit();
+    }
+
+    fn put(&mut self, pod: Arc<Pod>, view: &View) {
+        self.version += 1;
+        self.shown_at = self.context.world.instant();
+        let show = Show { pod, view: view.clone(), version: self.version };
+        self.context.cluster.show(show, Arc::clone(&self.inbox));
+        self.shown = Some(view.clone());
+    }
+
+    /// Whether it is time to write again what somebody wrote over: the pod's annotations of ours are no longer what
+    /// the API accepted of us (I4).
+    fn was_overwritten(&mut self, pod: &Pod, view: &View) -> bool {
+        let accepted = self.inbox.last_accepted() >= self.version;
+        if !accepted || annotation_patch(pod, view).is_none() {
+            self.overwritten = None;
+            return false;
+        }
+        let now = self.context.world.instant();
+        self.overwritten.get_or_insert(now);
+        if self.correction_due().is_none_or(|due| due > now) {
+            return false;
+        }
+        tracing::warn!(
+            vm = self.vm_name,
+            "annotations of ours were changed by somebody; they are written again"
+        );
+        (self.overwritten, self.corrected) = (None, Some(now));
+        true
+    }
+
+    /// When what somebody wrote over is written again.
+    pub(super) fn correction_due(&self) -> Option<Instant> {
+        let settled = self.overwritten? + SETTLED;
+        Some(self.corrected.map_or(settled, |last| settled.max(last + CORRECTIONS)))
     }
 
     /// Says once what is odd about the pod's annotations, whatever else becomes of the pod.

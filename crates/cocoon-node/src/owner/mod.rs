@@ -22,6 +22,8 @@ mod intake;
 mod known;
 mod newer;
 mod outcome;
+#[cfg(test)]
+mod overwritten;
 mod perform;
 mod probe;
 mod retry;

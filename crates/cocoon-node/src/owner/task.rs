@@ -52,6 +52,10 @@ pub(super) struct Owner {
     pub(super) shown: Option<View>,
     pub(super) version: u64,
     pub(super) shown_at: Instant,
+    /// Since when the pod is known to show other annotations than the API accepted of us.
+    pub(super) overwritten: Option<Instant>,
+    /// When that was put right last.
+    pub(super) corrected: Option<Instant>,
     /// When the last step ended: a list that was asked for before says nothing about it.
     pub(super) touched: Instant,
     pub(super) probe: Option<ProbeTask>,
@@ -105,6 +109,8 @@ impl Owner {
             shown: None,
             version: 0,
             shown_at: now,
+            overwritten: None,
+            corrected: None,
             touched: now,
             probe: None,
             probed: None,
@@ -320,7 +326,7 @@ impl Owner {
         let now = self.context.world.instant();
         let limit = limit.into_iter().chain(self.end_again.then_some(SLOWED_DOWN)).min();
         let limit = limit.map(|limit| now + limit);
-        let until = [self.retry.pending(now), limit].into_iter().flatten().min();
+        let until = [self.retry.pending(now), limit, self.correction_due()].into_iter().flatten().min();
         let far = now + Duration::from_secs(3600);
         tokio::select! {
             biased;
