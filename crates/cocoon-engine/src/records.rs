@@ -82,6 +82,10 @@ pub(crate) struct Record {
     /// The snapshot that holds all that the guest ever did: it has not run since that capture.
     #[serde(default)]
     pub(crate) captured_as: Option<String>,
+    /// Somebody had it stopped. Written before its hypervisor is ended, so that nobody who looks in between takes
+    /// the end for a crash; until the next start.
+    #[serde(default)]
+    pub(crate) stop_ordered: bool,
 }
 
 impl Record {
@@ -103,6 +107,7 @@ impl Record {
             links_down: false,
             identity_is_new: false,
             captured_as: None,
+            stop_ordered: false,
         }
     }
 

@@ -178,6 +178,7 @@ pub(crate) fn started(shared: &Shared, record: &mut Record, launched: Launched, 
     record.vm.state = VmState::Running;
     record.vm.paused = false;
     record.captured_as = None;
+    record.stop_ordered = false;
 }
 
 async fn answered(

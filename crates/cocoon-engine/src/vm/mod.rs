@@ -200,7 +200,7 @@ impl Shared {
             vm.warnings.push(tend::sentence(&vm.config.name, &self.run_folder(&vm.id).0));
         }
         if vm.state == VmState::Running && !alive {
-            vm.state = VmState::Stale;
+            vm.state = if record.stop_ordered { VmState::Stopped } else { VmState::Stale };
             vm.paused = false;
         }
         if vm.state == VmState::Running {

@@ -65,6 +65,7 @@ async fn go_on(shared: &Shared, mut record: Record, process: Process) -> Result<
         clone::identify_again(shared, &mut record).await?;
     }
     record.vm.started_at = Some(shared.world.now());
+    record.stop_ordered = false;
     shared.save(&mut record).await?;
     Ok(shared.shown_with(record, Some(process)))
 }
@@ -105,6 +106,8 @@ pub(crate) async fn stop(
         return Err(ChangeError::Invalid(format!("VM {name} is still being created")));
     }
     if let Some(process) = shared.process_of(&record)? {
+        record.stop_ordered = true;
+        shared.save(&mut record).await?;
         if !force
             && !record.vm.paused
             && let Err(error) = power_down(shared, &record, process, limit).await
@@ -164,6 +167,24 @@ mod tests {
 
     use super::*;
     use crate::vm::tests::{config, running};
+
+    #[tokio::test]
+    async fn whoever_looks_while_a_vm_is_being_stopped_sees_no_crash() {
+        let folder = tempfile::tempdir().unwrap();
+        let shared = Shared::open(config(folder.path()), Arc::new(RealWorld)).await.unwrap();
+        let (record, mut runs) = running(&shared).await;
+        // Its monitor takes the connection and says nothing: the stop takes its time.
+        let _silent = UnixListener::bind(shared.run_folder(&record.vm.id).ctl()).unwrap();
+        let stopping = stop(&shared, "vm-a", false, Duration::from_secs(60));
+        assert!(tokio::time::timeout(Duration::from_millis(300), stopping).await.is_err());
+        runs.0.kill().unwrap();
+        runs.0.wait().unwrap();
+        let between = shared.records.find("vm-a").await.unwrap();
+        assert_eq!(between.vm.state, VmState::Running, "the end of the stop is not written yet");
+        assert_eq!(shared.shown(between).unwrap().state, VmState::Stopped);
+        // A process that ends without an order did so by itself.
+        assert_eq!(shared.shown(record).unwrap().state, VmState::Stale);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_start_is_no_success_while_qemu_does_not_say_that_the_guest_runs() {
