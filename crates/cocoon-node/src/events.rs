@@ -77,24 +77,22 @@ impl Told {
     /// was written a short while ago.
     fn due(&self, now: Instant) -> Vec<Event> {
         let mut told = self.lock();
-        let mut next: BTreeMap<&str, (Instant, Option<&(String, String)>)> = BTreeMap::new();
-        for (key, telling) in told.iter() {
-            let (last, first) = next.entry(&key.0).or_insert((telling.written, None));
-            *last = telling.written.max(*last);
-            let earlier = |other: &&(String, String)| told[*other].written <= telling.written;
-            if telling.dirty && first.as_ref().filter(|first| earlier(first)).is_none() {
-                *first = Some(key);
+        let mut last: BTreeMap<String, Instant> = BTreeMap::new();
+        for ((uid, _), telling) in told.iter() {
+            let newest = last.entry(uid.clone()).or_insert(telling.written);
+            *newest = telling.written.max(*newest);
+        }
+        let mut waiting: Vec<_> = told.iter_mut().filter(|(_, telling)| telling.dirty).collect();
+        waiting.sort_by_key(|(_, telling)| telling.written);
+        let mut due = Vec::new();
+        for ((uid, _), telling) in waiting {
+            if last.get(uid).is_none_or(|last| now.duration_since(*last) >= REPEAT) {
+                last.insert(uid.clone(), now);
+                (telling.dirty, telling.written) = (false, now);
+                due.push(telling.event.clone());
             }
         }
-        let quiet = |last: Instant| now.duration_since(last) >= REPEAT;
-        let due: Vec<_> =
-            next.into_values().filter(|(last, _)| quiet(*last)).filter_map(|(_, key)| key.cloned()).collect();
-        let due = due.into_iter().filter_map(|key| {
-            let telling = told.get_mut(&key)?;
-            (telling.dirty, telling.written) = (false, now);
-            Some(telling.event.clone())
-        });
-        due.collect()
+        due
     }
 }
 
