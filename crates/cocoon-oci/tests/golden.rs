@@ -199,6 +199,7 @@ fn options(input: &Value, clock: &str) -> PushOptions {
         memory_budget: budget << 20,
         annotations,
         base_image: text(input, "base_image").to_owned(),
+        vm_name: String::new(),
         created: clock.parse().unwrap(),
         tag_guard: TagGuard::Any,
     }
