@@ -122,19 +122,14 @@ pub fn audit() -> anyhow::Result<()> {
 }
 
 fn unit() -> anyhow::Result<()> {
-    let all = [
-        "test",
-        "--quiet",
-        "--no-fail-fast",
-        "--workspace",
-        "--exclude",
-        "cocoon",
-        "--exclude",
-        "cocoon-engine",
-    ];
-    host::shown(&mut cargo(&all))?;
-    host::shown(&mut cargo(&["test", "--quiet", "-p", "cocoon-engine", "--lib", "--test", "images"]))?;
-    host::shown(&mut cargo(&["test", "--quiet", "-p", "cocoon", "--lib", "--bins", "--test", "cli"]))
+    let test = ["test", "--quiet", "--no-fail-fast"];
+    let others = PROGRAMS.iter().flat_map(|(package, ..)| ["--exclude", package]);
+    host::shown(cargo(&test).arg("--workspace").args(others))?;
+    for (package, tests, _) in PROGRAMS {
+        let programs = tests.iter().flat_map(|test| ["--test", test]);
+        host::shown(cargo(&test).args(["-p", package, "--lib", "--bins"]).args(programs))?;
+    }
+    Ok(())
 }
 
 fn built_vectors() -> anyhow::Result<()> {
@@ -155,9 +150,11 @@ fn release() -> anyhow::Result<()> {
     build::everything().map(drop)
 }
 
-/// Test programs with real guests, by package.
-const GUEST_TESTS: [(&str, &[&str]); 2] =
-    [("cocoon-engine", &["guests", "kills", "full_disk", "slow_disk"]), ("cocoon", &["guests"])];
+/// Test programs of the packages that have some with real guests, which run last: without and with guests.
+const PROGRAMS: [(&str, &[&str], &[&str]); 2] = [
+    ("cocoon-engine", &["images"], &["guests", "kills", "copied_folder", "full_disk", "slow_disk"]),
+    ("cocoon", &["cli"], &["guests"]),
+];
 
 fn guests() -> anyhow::Result<()> {
     ensure!(
@@ -165,8 +162,8 @@ fn guests() -> anyhow::Result<()> {
         "the tests with guests need root; type: sudo env \"PATH=$PATH\" cargo xtask test"
     );
     let built = build::everything()?;
-    for (package, tests) in GUEST_TESTS {
-        let mut command = cargo(&["test", "-p", package]);
+    for (package, _, tests) in PROGRAMS {
+        let mut command = cargo(&["test", "--no-fail-fast", "-p", package]);
         command.args(tests.iter().flat_map(|test| ["--test", test])).args(["--", "--test-threads=1"]);
         // The binary under test is the one that was just built: cargo inside a test would look again.
         host::shown(command.env("COCOON_BIN", &built.cocoon))?;
@@ -177,6 +174,24 @@ fn guests() -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_test_program_is_forgotten() {
+        for (package, unit, guests) in PROGRAMS {
+            let folder = std::fs::read_dir(root().join("crates").join(package).join("tests")).unwrap();
+            let mut found: Vec<String> = folder
+                .map(|entry| entry.unwrap().path())
+                .filter(|path| {
+                    path.extension().is_some_and(|end| end == "rs") || path.join("main.rs").exists()
+                })
+                .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
+                .collect();
+            let mut listed: Vec<String> = unit.iter().chain(guests).map(ToString::to_string).collect();
+            found.sort();
+            listed.sort();
+            assert_eq!(found, listed, "{package}");
+        }
+    }
 
     #[test]
     fn the_budgets_stay_below_an_hour_cold_and_25_minutes_warm() {

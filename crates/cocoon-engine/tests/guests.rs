@@ -5,6 +5,7 @@
 
 #[path = "guests/hypervisor.rs"]
 mod hypervisor;
+#[allow(dead_code, reason = "each test program uses a part of it")]
 mod support;
 
 use std::{
