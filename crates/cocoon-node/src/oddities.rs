@@ -171,11 +171,12 @@ pub(crate) fn container_image(pod: &Pod) -> &str {
 fn another_image(served: &Served<'_>, what: &str, image: &str) -> Trouble {
     let message = format!(
         "{what} was changed to {:?} while the pod has VM {}, which goes on with {:?}; a VM gets another image only \
-         when its pod is deleted and created again, with annotation {} set to that image",
+         when its pod is deleted and created again, with annotation {key} set to that image; with another there it can \
+         be hibernated but not woken",
         short(image),
         served.vm_name,
         short(served.image),
-        keys::ANNOTATION_IMAGE
+        key = keys::ANNOTATION_IMAGE
     );
     Trouble::new(Reason::ImageChanged, message)
 }
