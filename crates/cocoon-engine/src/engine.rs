@@ -13,6 +13,7 @@ use crate::{
     error::{BringUpError, ChangeError, Fault, ImportError, LookupError},
     gc,
     model::{CloneSpec, Image, RunSpec, Snapshot, Vm, VmState},
+    room::{self, Faulty},
     snapshot::{adopt, store::Stage},
     vm::{
         Shared, blocking, bring_up,
@@ -100,6 +101,11 @@ impl Engine {
         Ok(Self { shared })
     }
 
+    /// What was done; a full disk with what it lacks.
+    fn told<T, E: Faulty>(&self, done: Result<T, E>) -> Result<T, E> {
+        done.map_err(|error| room::explained(&self.shared.config, error))
+    }
+
     /// The configuration.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
@@ -108,12 +114,12 @@ impl Engine {
 
     /// Boots a VM from a local image and waits until its agent answers.
     pub async fn run(&self, spec: RunSpec) -> Result<Vm, BringUpError> {
-        bring_up::run(&self.shared, spec).await
+        self.told(bring_up::run(&self.shared, spec).await)
     }
 
     /// Clones a snapshot: private memory, disk overlay, NIC down until the guest has its identity.
     pub async fn clone_vm(&self, spec: CloneSpec) -> Result<Vm, BringUpError> {
-        clone::clone_vm(&self.shared, spec).await
+        self.told(clone::clone_vm(&self.shared, spec).await)
     }
 
     /// All VMs, oldest first, with `creating` ones, reconciled with their processes. One whose process cannot be
@@ -145,19 +151,19 @@ impl Engine {
     /// asked again. Goes on to its end if the caller does not wait for it.
     pub async fn start(&self, vm: &str) -> Result<Vm, BringUpError> {
         let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
-        to_the_end(async move { power::start(&shared, &vm).await }).await
+        self.told(to_the_end(async move { power::start(&shared, &vm).await }).await)
     }
 
     /// Ends the hypervisor: the guest's power button first, killed after `timeout` or with `force`.
     pub async fn stop(&self, vm: &str, force: bool, timeout: Duration) -> Result<(), ChangeError> {
         let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
-        to_the_end(async move { power::stop(&shared, &vm, force, timeout).await }).await
+        self.told(to_the_end(async move { power::stop(&shared, &vm, force, timeout).await }).await)
     }
 
     /// Removes a VM and all that belongs to it: process, taps, rules, folders, record.
     pub async fn remove(&self, vm: &str, force: bool) -> Result<(), ChangeError> {
         let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
-        to_the_end(async move { tear_down::remove(&shared, &vm, force).await }).await
+        self.told(to_the_end(async move { tear_down::remove(&shared, &vm, force).await }).await)
     }
 
     /// Removes a VM that [`Engine::capture`] left paused, if its guest has not run since the capture that
@@ -165,7 +171,7 @@ impl Engine {
     /// is asked under the VM's lock, so nobody can let the guest go on in between.
     pub async fn remove_captured(&self, vm: &str, snapshot: &str) -> Result<(), ChangeError> {
         let (shared, vm, snapshot) = (Arc::clone(&self.shared), vm.to_owned(), snapshot.to_owned());
-        to_the_end(async move { tear_down::remove_captured(&shared, &vm, &snapshot).await }).await
+        self.told(to_the_end(async move { tear_down::remove_captured(&shared, &vm, &snapshot).await }).await)
     }
 
     /// Saves a snapshot named `name`; the guest pauses for the capture only, and one that an earlier
@@ -191,12 +197,12 @@ impl Engine {
 
     async fn take(&self, vm: &str, wish: Wish) -> Result<Snapshot, ChangeError> {
         let (shared, vm) = (Arc::clone(&self.shared), vm.to_owned());
-        to_the_end(async move { capture::snapshot(&shared, &vm, wish).await }).await
+        self.told(to_the_end(async move { capture::snapshot(&shared, &vm, wish).await }).await)
     }
 
     /// Lets a paused guest go on. Not paused is success.
     pub async fn resume(&self, vm: &str) -> Result<(), ChangeError> {
-        capture::let_go_by_name(&self.shared, vm).await
+        self.told(capture::let_go_by_name(&self.shared, vm).await)
     }
 
     /// An open channel to the guest agent; [`ChangeError::DiskFull`] at once for a guest that stands still for
@@ -251,7 +257,8 @@ impl Engine {
     /// An empty folder on the store's file system, for a pull.
     pub async fn snapshot_staging(&self) -> Result<Staging, Fault> {
         let id = self.shared.world.engine_id();
-        Ok(Staging { stage: self.shared.snapshots.stage(&id)? })
+        let stage = self.told(self.shared.snapshots.stage(&id))?;
+        Ok(Staging { stage })
     }
 
     /// Checks the pulled files (all of `qemu.json`, qcow2 headers, sizes) and makes them the snapshot
@@ -262,13 +269,13 @@ impl Engine {
         name: &str,
         envelope: Envelope,
     ) -> Result<Snapshot, ChangeError> {
-        adopt::adopt(&self.shared, staging.stage, name, envelope).await
+        self.told(adopt::adopt(&self.shared, staging.stage, name, envelope).await)
     }
 
     /// Imports an image from archive files: an OCI or docker archive, or root file system layers (tar,
     /// lowest first). The same name is replaced. Bytes are streamed; nothing hostile is unpacked.
     pub async fn image_import(&self, name: &str, files: &[PathBuf]) -> Result<Image, ImportError> {
-        self.shared.images.import(name, files).await
+        self.told(self.shared.images.import(name, files).await)
     }
 
     /// [`Engine::image_import`] with choices, such as taking setuid programs without their rights.
@@ -278,7 +285,7 @@ impl Engine {
         files: &[PathBuf],
         how: crate::image::ImportOptions,
     ) -> Result<Image, ImportError> {
-        self.shared.images.import_with(name, files, how).await
+        self.told(self.shared.images.import_with(name, files, how).await)
     }
 
     /// Imports a container image that a registry holds.
@@ -289,7 +296,7 @@ impl Engine {
         repository: &str,
         reference: &str,
     ) -> Result<Image, ImportError> {
-        self.shared.images.pull(name, registry, repository, reference).await
+        self.told(self.shared.images.pull(name, registry, repository, reference).await)
     }
 
     /// All images.

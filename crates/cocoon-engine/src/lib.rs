@@ -8,6 +8,7 @@
 //! - `qemu`: command line (pure), launch and confinement, QMP, memory capture;
 //! - `image`: layers to erofs, boot files, the writable disk;
 //! - `snapshot`: the snapshot store and `qemu.json`;
+//! - `room`: what a full disk lacks;
 //! - `gc`: what nothing needs any more;
 //! - `sys`: the crate's only unsafe code.
 
@@ -26,6 +27,7 @@ mod paths;
 mod process;
 mod qemu;
 mod records;
+mod room;
 mod snapshot;
 mod sys;
 mod vm;

@@ -15,7 +15,7 @@ use std::{
 use cocoon_engine::{
     engine::MemoryRecipe,
     error::ChangeError,
-    model::{CloneIdentity, Vm, VmState},
+    model::{CloneIdentity, RunSpec, Vm, VmState},
 };
 use support::{Host, MIB, on_a_fresh_host, until};
 
@@ -35,6 +35,15 @@ impl Small {
         let mut mount = Command::new("mount");
         mount.args(["-t", "tmpfs", "-o", "size=224m,mode=0700", "tmpfs"]).arg(at);
         assert!(mount.status().unwrap().success());
+        Self(at.to_owned())
+    }
+
+    /// One with room for bytes, but for `files` files only.
+    fn of_few_files(at: &Path, files: u32) -> Self {
+        std::fs::create_dir_all(at).unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o"]).arg(format!("size=600m,mode=0700,nr_inodes={files}"));
+        done(mount.arg("tmpfs").arg(at));
         Self(at.to_owned())
     }
 
@@ -181,6 +190,44 @@ impl Synced {
 
 fn done(command: &mut Command) {
     assert!(command.status().unwrap().success(), "{command:?}");
+}
+
+#[test]
+fn a_file_system_without_inodes_is_told_as_that_and_not_as_one_without_bytes() {
+    on_a_fresh_host("a_file_system_without_inodes_is_told_as_that_and_not_as_one_without_bytes", || async {
+        let mut small = None;
+        let host = Host::with(|config| small = Some(Small::of_few_files(&config.root_dir, 200))).await;
+        let small = small.unwrap();
+        let folder = small.filler();
+        std::fs::create_dir(&folder).unwrap();
+        let made =
+            (0..1000).take_while(|file| std::fs::write(folder.join(file.to_string()), "").is_ok()).count();
+        assert!(made < 200, "{made} files on a file system of 200");
+        let spec = RunSpec {
+            name: "vm-a".into(),
+            image: "tiny".into(),
+            cpu: 1,
+            memory: 256 * MIB,
+            storage: 256 * MIB,
+            nics: 0,
+        };
+        let staged = host.engine.snapshot_staging().await.map(drop).unwrap_err();
+        let booted = host.engine.run(spec).await.map(drop).unwrap_err();
+        for error in [&booted as &(dyn std::error::Error + 'static), &staged] {
+            let text = support::chain(error);
+            assert!(text.contains("has no inodes for more files ("), "{text}");
+            assert!(
+                text.contains(" of 200 are free")
+                    && text.contains("--root-dir")
+                    && cocoon_kit::failure::is_disk_full(error),
+                "{text}"
+            );
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+        host.leaves_nothing().await;
+        host.run("vm-a", 256 * MIB).await;
+        host.engine.remove("vm-a", true).await.unwrap();
+    });
 }
 
 /// Once a record says that a VM runs, the saved state that it woke from may go: after a power cut its disk must

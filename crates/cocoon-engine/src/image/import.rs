@@ -19,6 +19,7 @@ use sha2::{Digest as _, Sha256};
 use crate::{
     error::{Fault, ImportError},
     model::Image,
+    room,
 };
 
 use super::{
@@ -319,10 +320,7 @@ impl Job {
     fn fault(&self, what: &str, error: io::Error) -> Fault {
         let step = format!("image {}: {what}", self.image);
         match error.kind() {
-            io::ErrorKind::StorageFull => {
-                let folder = self.folders.temp.display();
-                Fault::new(step, format!("the disk with {folder} is full; free space or move --root-dir"))
-            }
+            io::ErrorKind::StorageFull => Fault::new(step, room::full(error, &[&self.folders.temp])),
             io::ErrorKind::PermissionDenied => {
                 Fault::new(step, format!("{error}; importing keeps the owners of files, so it needs root"))
             }

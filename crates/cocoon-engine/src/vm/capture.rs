@@ -32,6 +32,7 @@ use crate::{
         version::{Facts, private_memory_tested},
     },
     records::{RamRecord, Record},
+    room::Left,
     snapshot::{
         description::{
             COCOON_JSON, COW, Description, FORMAT, MEMORY_RANGES, MemoryMode, QEMU_JSON, QEMU_STATE,
@@ -258,14 +259,16 @@ pub(crate) async fn size(shared: &Shared, reference: &str) -> Result<Option<u64>
     Ok(counted.await?)
 }
 
-/// A disk that filled up in spite of the check gets the same error as one that was full before.
+/// A disk that filled up in spite of the check gets the same error as one that was full before, unless it is not
+/// bytes that it lacks.
 fn full(error: ChangeError, folder: &Path, needed: u64) -> ChangeError {
-    match error {
-        ChangeError::Fault(fault) if cocoon_kit::failure::is_disk_full(&fault) => {
-            let free = tend::free(folder).unwrap_or(0);
-            ChangeError::DiskFull { folder: folder.display().to_string(), needed, free }
+    match (error, Left::at(folder)) {
+        (ChangeError::Fault(fault), Ok(left))
+            if cocoon_kit::failure::is_disk_full(&fault) && left.bytes < needed && !left.lacks_inodes() =>
+        {
+            ChangeError::DiskFull { folder: folder.display().to_string(), needed, free: left.bytes }
         }
-        error => error,
+        (error, _) => error,
     }
 }
 

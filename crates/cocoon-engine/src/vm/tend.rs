@@ -27,6 +27,7 @@ use crate::{
     process::Process,
     qemu::qmp::{Qmp, QmpError},
     records::Record,
+    room::Left,
 };
 
 /// Free bytes from which on a stopped guest goes on.
@@ -320,8 +321,7 @@ pub(crate) fn sentence(name: &str, folder: &Path) -> String {
 
 /// Bytes that an ordinary user, such as a VM's QEMU, may still write below `folder`.
 pub(super) fn free(folder: &Path) -> io::Result<u64> {
-    let facts = rustix::fs::statvfs(folder)?;
-    Ok(facts.f_bavail.saturating_mul(facts.f_frsize))
+    Left::at(folder).map(|left| left.bytes)
 }
 
 /// Where the file system of `folder` is mounted, as far as can be told from the folders above it.
