@@ -77,6 +77,9 @@ impl Vms for EnginePort {
     async fn remove_captured(&self, vm: &str, snapshot: &str) -> PortResult<()> {
         match self.engine.remove_captured(vm, snapshot).await {
             Ok(()) | Err(ChangeError::Lookup(LookupError::VmNotFound(_))) => Ok(()),
+            Err(error @ ChangeError::WentOn(_)) => {
+                Err(change(format!("removing VM {vm}, whose hibernation begins anew now"), error))
+            }
             Err(error) => Err(change(format!("removing VM {vm}"), error)),
         }
     }
