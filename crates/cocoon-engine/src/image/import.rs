@@ -342,6 +342,30 @@ mod tests {
     use super::*;
     use crate::db::Db;
 
+    #[tokio::test]
+    async fn what_the_store_lets_block_for_a_vm_keeps_the_vms_lock_although_its_future_was_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.lock");
+        let free = || Lock::try_acquire(&path).unwrap().is_some();
+        let (begun, begins) = tokio::sync::oneshot::channel();
+        let (release, released) = mpsc::channel::<()>();
+        let hold = crate::hold::Hold::new(Lock::try_acquire(&path).unwrap().unwrap());
+        let work = move || {
+            let _ = begun.send(());
+            released.recv().unwrap();
+        };
+        tokio::select! {
+            done = hold.during(blocking("a disk", work)) => panic!("{done:?}"),
+            begins = begins => begins.unwrap(),
+        }
+        drop(hold);
+        assert!(!free(), "it still works");
+        release.send(()).unwrap();
+        while !free() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// One layer, whose reader says that it is asked and then waits.
     struct Blocking {
         layers: Vec<String>,

@@ -539,12 +539,12 @@ impl Quiet {
     }
 }
 
-/// Runs blocking work off the runtime's threads.
+/// Runs blocking work off the runtime's threads; begun under a VM's lock, it keeps that until it ends.
 async fn blocking<T: Send + 'static>(
     step: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Fault> {
-    tokio::task::spawn_blocking(work).await.map_err(|error| Fault::new(step, error))
+    tokio::task::spawn_blocking(crate::hold::kept(work)).await.map_err(|error| Fault::new(step, error))
 }
 
 fn lost(image: &str, hex: &str) -> BringUpError {

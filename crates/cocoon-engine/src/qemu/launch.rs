@@ -219,10 +219,26 @@ fn wire_boot(kept: &mut Kept, run: &RunFolder, boot: BootRecord) -> io::Result<B
     })
 }
 
+/// Opens a file of the image store. One that is gone comes back with its image.
+fn of_image(path: &Path) -> io::Result<File> {
+    open_read(path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            let of_bundle = path.iter().any(|part| part.to_string_lossy().starts_with("bundle-"));
+            let way_out = if of_bundle {
+                "it was made of the boot bundle; run a new VM of the image, which makes it again, then start this one"
+            } else {
+                "it belongs to the VM's image; import the image again, then start the VM again"
+            };
+            io::Error::new(error.kind(), format!("{error}; {way_out}"))
+        }
+        _ => error,
+    })
+}
+
 /// QEMU opens kernel and initrd a second time, as its unprivileged user; a file that others may not
 /// read is handed over as a copy.
 fn boot_file(run: &RunFolder, path: &Path) -> io::Result<File> {
-    let mut file = open_read(path)?;
+    let mut file = of_image(path)?;
     if file.metadata()?.mode() & 0o004 != 0 {
         return Ok(file);
     }
@@ -241,7 +257,7 @@ fn ports(kept: &mut Kept, run: &RunFolder) -> io::Result<[RawFd; GUEST_PORTS]> {
 }
 
 fn layer(kept: &mut Kept, path: &Path) -> io::Result<DiskWiring> {
-    Ok(DiskWiring { chain: vec![kept.keep(open_read(path)?)], qcow2: false, read_only: true })
+    Ok(DiskWiring { chain: vec![kept.keep(of_image(path)?)], qcow2: false, read_only: true })
 }
 
 /// The writable disk, and which file its top is.
@@ -257,4 +273,27 @@ fn cow(kept: &mut Kept, files: &[PathBuf]) -> io::Result<(DiskWiring, FileId)> {
     }
     let top = top.ok_or_else(|| io::Error::other("the disk has no file"))?;
     Ok((DiskWiring { chain, qcow2: true, read_only: false }, top))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_file_of_an_image_is_named_with_the_way_to_get_it_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (run, lost) = (RunFolder(folder.path().to_owned()), folder.path().join("oci/boot/aa/vmlinuz"));
+        let boot = BootRecord { kernel: lost.clone(), initrd: lost.clone(), cmdline: String::new() };
+        let errors = [
+            wire_boot(&mut Kept::default(), &run, boot).map(drop).unwrap_err(),
+            layer(&mut Kept::default(), &lost).map(drop).unwrap_err(),
+        ];
+        let bundle = of_image(&folder.path().join("oci/boot/bundle-aa/vmlinuz")).unwrap_err().to_string();
+        assert!(bundle.contains("run a new VM"), "{bundle}");
+        for error in errors {
+            let text = error.to_string();
+            assert!(text.contains("vmlinuz") && text.contains("import the image again"), "{text}");
+            assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        }
+    }
 }
