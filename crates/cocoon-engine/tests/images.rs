@@ -400,6 +400,8 @@ async fn files_that_are_no_image_are_refused_and_leave_nothing() {
     run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &option, data.to_str().unwrap(), "1M"]);
     let junk = write("junk", &[b'j'; 2000]);
     let cut = write("cut.tar", &fs::read(&layer).unwrap()[..700]);
+    let pipe = host.path("pipe");
+    run("mkfifo", &[pipe.to_str().unwrap()]);
     let no_layer = write("broken.tar", &{
         let mut tar = tar::Builder::new(Vec::new());
         let mut header = tar::Header::new_gnu();
@@ -412,6 +414,15 @@ async fn files_that_are_no_image_are_refused_and_leave_nothing() {
         (vec![backed], "backing or data file"),
         (vec![data], "backing or data file"),
         (vec![junk.clone()], "neither a tar"),
+        (vec![junk.clone()], "gzip or zstd"),
+        (vec![junk.clone()], "xz -d"),
+        (vec![host.path("root")], "is a folder; pack it"),
+        (
+            vec![host.path("root")],
+            &format!("tar -C {} -cf - . | cocoon image import", host.path("root").display()),
+        ),
+        (vec!["/dev/null".into()], "must be a regular file"),
+        (vec![pipe], "must be a regular file"),
         (vec![write("empty", b"")], "neither a tar"),
         (vec![cut], ""),
         (vec![no_layer], "oci-layout"),

@@ -6,7 +6,7 @@
 use std::{
     fs::File,
     io::{self, BufRead as _, BufReader, Read},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use cocoon_oci::image::{ImageError, ImageSource, open_archive};
@@ -40,6 +40,9 @@ pub(super) fn open(image: &str, paths: Vec<PathBuf>, max_bytes: u64) -> Result<B
     let first = paths
         .first()
         .ok_or_else(|| unusable("no archive was given; name a tar file, or write one to standard input"))?;
+    if let Some(wrong) = paths.iter().find_map(|path| not_a_file(path)) {
+        return Err(unusable(&wrong));
+    }
     let kinds =
         paths.iter().map(|path| kind_of(path, max_bytes)).collect::<io::Result<Vec<_>>>().map_err(fault)?;
     match kinds[0] {
@@ -51,9 +54,10 @@ pub(super) fn open(image: &str, paths: Vec<PathBuf>, max_bytes: u64) -> Result<B
         Kind::Qcow2 { hostile: false } => Err(unusable(
             "qcow2 cloud images are not taken in this release; import a container image (a tar)",
         )),
-        Kind::Other => {
-            Err(unusable("neither a tar nor a compressed tar (nor a qcow2, which is not taken yet)"))
-        }
+        Kind::Other => Err(unusable(
+            "neither a tar nor one that gzip or zstd compressed, which are read (nor a qcow2, which is not taken \
+                 yet); decompress others first, such as with `xz -d FILE` or `bzip2 -d FILE`",
+        )),
         Kind::Compressed if paths.len() > 1 => {
             Err(unusable("a compressed archive must be the only file; unpack the layers first"))
         }
@@ -68,6 +72,24 @@ pub(super) fn open(image: &str, paths: Vec<PathBuf>, max_bytes: u64) -> Result<B
         }
         Kind::Tar => Err(unusable("every file must be a plain tar, one a layer, the lowest first")),
     }
+}
+
+/// Why something that is there cannot be read as an archive, and what can. What is not there says so later.
+fn not_a_file(path: &Path) -> Option<String> {
+    let facts = std::fs::metadata(path).ok()?;
+    let path = path.display();
+    if facts.is_dir() {
+        return Some(format!(
+            "{path} is a folder; pack it, an OCI layout or a root file system alike: `tar -C {path} -cf - . | cocoon \
+             image import NAME`"
+        ));
+    }
+    (!facts.is_file()).then(|| {
+        format!(
+            "{path} must be a regular file, because it is read more than once; write it to a file first, or to \
+             standard input (`... | cocoon image import NAME`)"
+        )
+    })
 }
 
 fn shown(paths: &[PathBuf]) -> String {

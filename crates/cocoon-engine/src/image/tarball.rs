@@ -288,7 +288,7 @@ fn kind_of(kind: EntryType, raw: &[u8], link: Option<Vec<u8>>, shown: &str) -> R
                 .map_err(|rule| hostile(shown, format!("hard link to {:?}: {rule}", printable(&target))))?;
             Ok(Kind::Hardlink(inside))
         }
-        EntryType::Char | EntryType::Block => Err(hostile(shown, "device node")),
+        EntryType::Char | EntryType::Block => Err(hostile(shown, DEVICE)),
         EntryType::Fifo => Err(hostile(shown, "named pipe")),
         EntryType::GNUSparse => {
             Err(hostile(shown, "sparse entries are not taken; write the archive without --sparse"))
@@ -296,6 +296,10 @@ fn kind_of(kind: EntryType, raw: &[u8], link: Option<Vec<u8>>, shown: &str) -> R
         other => Err(hostile(shown, format!("unknown entry type {:#04x}", other.as_byte()))),
     }
 }
+
+/// Device nodes are never made, and no guest needs them.
+const DEVICE: &str = "device node; a guest mounts a /dev of its own, so drop them from the archive, such as with \
+                      `tar --delete --wildcards -f FILE './dev/*'` (from one that is not compressed)";
 
 fn record(entry: &mut impl Read) -> Result<Vec<u8>, LayerError> {
     let mut out = Vec::new();

@@ -121,8 +121,16 @@ fn hostile_entries_are_refused_and_nothing_leaves_the_tree() {
             Archive::default().folder("d/").add(EntryType::Link, "h", "d", 0o644, b""),
             "not a file",
         ),
-        ("character device", Archive::default().add(EntryType::Char, "null", "", 0o666, b""), "device node"),
-        ("block device", Archive::default().add(EntryType::Block, "sda", "", 0o660, b""), "device node"),
+        (
+            "character device",
+            Archive::default().add(EntryType::Char, "null", "", 0o666, b""),
+            "device node; a guest mounts a /dev of its own, so drop",
+        ),
+        (
+            "block device",
+            Archive::default().add(EntryType::Block, "sda", "", 0o660, b""),
+            "device node; a guest mounts a /dev of its own, so drop",
+        ),
         ("named pipe", Archive::default().add(EntryType::Fifo, "pipe", "", 0o644, b""), "pipe"),
         ("setuid", Archive::default().add(EntryType::Regular, "su", "", 0o4755, b"x"), "setuid"),
         ("setgid", Archive::default().add(EntryType::Regular, "wall", "", 0o2755, b"x"), "setgid"),
