@@ -18,7 +18,7 @@ use crate::{
     vm::{
         Shared, blocking, bring_up,
         capture::{self, Wish},
-        clone, guest, power, tear_down, tend,
+        clone, guest, power, tear_down, tend, unreached,
     },
 };
 
@@ -215,8 +215,11 @@ impl Engine {
             return Err(ChangeError::NotRunning(name));
         }
         tend::no_space(&self.shared, &record).await?;
-        let open = guest::open(&self.shared.run_folder(&record.vm.id), agent_port, limit).await;
-        let open = open.map_err(|error| Fault::new(format!("guest of VM {name}"), error))?;
+        let run = self.shared.run_folder(&record.vm.id);
+        let open = guest::open(&run, agent_port, limit).await.map_err(|error| {
+            let error = unreached::explained(&run, &name, error);
+            Fault::new(format!("guest of VM {name}"), error)
+        })?;
         Ok(GuestPort { channel: open.channel, _lock: open.lock })
     }
 

@@ -114,6 +114,12 @@ impl Process {
         })
     }
 
+    /// Its state, as a letter of `/proc/PID/stat`; `None`: it is gone.
+    pub(crate) fn state(self) -> io::Result<Option<char>> {
+        let found = Self::look(self.pid)?.filter(|(process, _)| *process == self);
+        Ok(found.map(|(_, state)| state))
+    }
+
     fn reap(self) {
         if let Some(pid) = self.raw() {
             // Somebody else's child: nothing to reap.

@@ -13,6 +13,7 @@ pub(crate) mod power;
 pub(crate) mod reserve;
 pub(crate) mod tear_down;
 pub(crate) mod tend;
+pub(crate) mod unreached;
 pub(crate) mod whose;
 
 use std::{
@@ -260,7 +261,8 @@ pub(crate) fn monitor(vm: &str, step: &str, error: QmpError) -> Fault {
 /// still under way belongs to an operation that was killed: it is ended first.
 pub(crate) async fn connect(run: &RunFolder, vm: &str) -> Result<Qmp, Fault> {
     let opened = Qmp::connect(&run.ctl(), MONITOR_LIMIT).await;
-    let mut qmp = opened.map_err(|error| monitor(vm, "monitor", error))?;
+    let mut qmp = opened
+        .map_err(|error| Fault::new(format!("monitor of VM {vm}"), unreached::explained(run, vm, error)))?;
     qmp.settle(MONITOR_LIMIT).await.map_err(|error| monitor(vm, "ending a left-over transfer", error))?;
     Ok(qmp)
 }

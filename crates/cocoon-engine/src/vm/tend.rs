@@ -19,7 +19,7 @@ use std::{
 use serde_json::json;
 use tokio::{task::JoinSet, time::timeout};
 
-use super::{MONITOR_LIMIT, Shared, blocking, guest};
+use super::{MONITOR_LIMIT, Shared, blocking, guest, unreached};
 use crate::{
     error::{ChangeError, Fault, LookupError},
     model::VmState,
@@ -302,7 +302,7 @@ pub(crate) async fn is_starved(shared: &Shared, record: &Record) -> Result<bool,
             "asking QEMU of VM {name} whether its guest runs; try again, or end it with `cocoon vm stop --force \
              {name}` and start it anew from its disk"
         );
-        Fault::new(step, error)
+        Fault::new(step, unreached::explained(&run, name, error))
     })?;
     Ok(record.process.is_some_and(|process| shared.watch.starved(&record.vm.id, process)))
 }
