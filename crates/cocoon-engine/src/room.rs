@@ -125,14 +125,7 @@ pub(crate) fn explained<E: Faulty>(config: &EngineConfig, mut error: E) -> E {
 }
 
 fn is_explained(fault: &Fault) -> bool {
-    let mut next: Option<&(dyn Error + 'static)> = Some(fault.source.as_ref());
-    while let Some(error) = next {
-        if error.is::<Full>() {
-            return true;
-        }
-        next = error.source();
-    }
-    false
+    cocoon_kit::failure::causes(fault.source.as_ref()).any(|cause| cause.is::<Full>())
 }
 
 #[cfg(test)]

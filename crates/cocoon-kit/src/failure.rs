@@ -1,7 +1,7 @@
 //! What an error and its causes say.
 //!
-//! Entry points: [`chain`], all of it as one sentence, and [`is_disk_full`]. For logs, statuses and answers, which are text; inside of the program an error
-//! keeps its source attached.
+//! Entry points: [`chain`], all of it as one sentence, [`causes`] and [`is_disk_full`]. The sentence is for logs, statuses
+//! and answers, which are text; inside of the program an error keeps its source attached.
 
 use std::{error::Error, io};
 
@@ -10,29 +10,26 @@ use std::{error::Error, io};
 #[must_use]
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
+    for cause in causes(error).skip(1) {
         let said = cause.to_string();
         if !text.ends_with(&said) {
             text.push_str(": ");
             text.push_str(&said);
         }
-        next = cause.source();
     }
     text
+}
+
+/// The error and its causes, outermost first.
+pub fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |error: &&'a (dyn Error + 'static)| (*error).source())
 }
 
 /// Whether the error, or a cause of it, is a full disk.
 #[must_use]
 pub fn is_disk_full(error: &(dyn Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if error.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::StorageFull) {
-            return true;
-        }
-        next = error.source();
-    }
-    false
+    let full = |io: &io::Error| io.kind() == io::ErrorKind::StorageFull;
+    causes(error).any(|cause| cause.downcast_ref().is_some_and(full))
 }
 
 #[cfg(test)]

@@ -539,15 +539,22 @@ fn a_daemon_refuses_a_taken_folder_a_corrupt_lease_file_and_a_subnet_in_use() {
     });
 }
 
+/// A second network for the same host.
+fn another(folder: &Path) -> NetworkConfig {
+    NetworkConfig {
+        bridge: "cocoon1".to_owned(),
+        subnet: "10.78.0.0/24".parse().unwrap(),
+        gateway: Ipv4Addr::new(10, 78, 0, 1),
+        ..network(folder)
+    }
+}
+
 #[test]
 fn two_networks_live_side_by_side_and_the_last_one_restores_the_host() {
     on_a_fresh_host("two_networks_live_side_by_side_and_the_last_one_restores_the_host", async || {
         let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let one = network(first.path());
-        let mut two = network(second.path());
-        two.bridge = "cocoon1".to_owned();
-        two.subnet = "10.78.0.0/24".parse().unwrap();
-        two.gateway = Ipv4Addr::new(10, 78, 0, 1);
+        let two = another(second.path());
         let before = host_network();
         let daemons = (Daemon::start(&one).await, Daemon::start(&two).await);
         let guests = (Guest::new(&one, VM_A, MAC_A).await, Guest::new(&two, VM_B, MAC_A).await);
@@ -574,10 +581,7 @@ fn networks_that_come_at_once_restore_what_the_host_had() {
         for _ in 0..10 {
             let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
             let one = network(first.path());
-            let mut two = network(second.path());
-            two.bridge = "cocoon1".to_owned();
-            two.subnet = "10.78.0.0/24".parse().unwrap();
-            two.gateway = Ipv4Addr::new(10, 78, 0, 1);
+            let two = another(second.path());
             tokio::try_join!(bridge::ensure(&one), bridge::ensure(&two)).unwrap();
             bridge::teardown(&one, false).await.unwrap();
             bridge::teardown(&two, false).await.unwrap();

@@ -101,9 +101,7 @@ mod tests {
     }
 
     fn push(fake: &Fake) {
-        fake.world()
-            .tags
-            .insert("late:1".into(), Held { id: "L".into(), state: 0, ..Default::default() });
+        fake.world().tags.insert("late:1".into(), Held { id: "L".into(), state: 0, ..Default::default() });
     }
 
     #[tokio::test(start_paused = true)]

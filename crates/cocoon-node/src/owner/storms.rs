@@ -90,24 +90,32 @@ async fn a_push_whose_answer_was_lost_is_taken_back_when_the_guest_goes_on() {
     assert!(!stage.told(Reason::TagMoved));
 }
 
+/// A hibernation whose push fails and that is then given up: the guest runs on.
+async fn push_cut_off(stage: &Stage, vm: &str) {
+    stage.fake.fail("push", 1, Reason::RegistryUnavailable);
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until_lifecycle("u1", "failed").await;
+    stage.annotate("u1", &[(HIBERNATE, None)]);
+    stage.until("on", |stage| stage.fake.world().vms[vm].view.phase == VmPhase::Running).await;
+}
+
+/// What was cut off writes its tag after all.
+fn land_late(stage: &Stage, vm: &str) {
+    let mut world = stage.fake.world();
+    let id = world.records[vm].strays[0].clone();
+    let held = Held { id, state: 0, base_image: "demo:latest".into(), ..Held::default() };
+    world.tags.insert(format!("{vm}:hibernate"), held);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_push_that_lands_after_the_guest_went_on_is_known_as_ones_own() {
     for hibernate_again in [true, false] {
         let stage = Stage::new(true).await;
         let vm = booted(&stage).await;
         let tag = format!("{vm}:hibernate");
-        stage.fake.fail("push", 1, Reason::RegistryUnavailable);
-        stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
-        stage.until_lifecycle("u1", "failed").await;
-        stage.annotate("u1", &[(HIBERNATE, None)]);
-        stage.until("on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
+        push_cut_off(&stage, &vm).await;
         tokio::time::sleep(Duration::from_secs(5)).await;
-        let id = stage.fake.world().records[&vm].strays[0].clone();
-        stage
-            .fake
-            .world()
-            .tags
-            .insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into(), ..Held::default() });
+        land_late(&stage, &vm);
         if hibernate_again {
             stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
             stage.until_lifecycle("u1", "hibernated").await;
@@ -125,19 +133,10 @@ async fn a_push_that_lands_long_after_the_guest_went_on_is_taken_back_within_a_m
     let stage = Stage::new(true).await;
     let vm = booted(&stage).await;
     let tag = format!("{vm}:hibernate");
-    stage.fake.fail("push", 1, Reason::RegistryUnavailable);
-    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
-    stage.until_lifecycle("u1", "failed").await;
-    stage.annotate("u1", &[(HIBERNATE, None)]);
-    stage.until("on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
+    push_cut_off(&stage, &vm).await;
     for wait in [5, 600] {
         tokio::time::sleep(Duration::from_secs(wait)).await;
-        let id = stage.fake.world().records[&vm].strays[0].clone();
-        stage
-            .fake
-            .world()
-            .tags
-            .insert(tag.clone(), Held { id, state: 0, base_image: "demo:latest".into(), ..Held::default() });
+        land_late(&stage, &vm);
         let asked = stage.fake.calls("facts");
         tokio::time::sleep(Duration::from_secs(60)).await;
         assert!(
