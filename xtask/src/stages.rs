@@ -44,8 +44,8 @@ const STAGES: &[Stage] = &[
     Stage { name: "deny", budget: (60, 10), guests: false, run: deny },
     Stage { name: "parts", budget: (180, 20), guests: false, run: parts },
     Stage { name: "clippy", budget: (420, 60), guests: false, run: clippy },
-    Stage { name: "unit", budget: (480, 150), guests: false, run: unit },
-    Stage { name: "vectors", budget: (60, 30), guests: false, run: built_vectors },
+    Stage { name: "unit", budget: (540, 180), guests: false, run: unit },
+    Stage { name: "vectors", budget: (120, 40), guests: false, run: built_vectors },
     Stage { name: "build", budget: (900, 60), guests: true, run: release },
     Stage { name: "guests", budget: (900, 600), guests: true, run: guests },
 ];
