@@ -167,10 +167,11 @@ mod tests {
         let tries = stage.fake.calls("image");
         import(&stage.fake);
         tokio::time::sleep(2 * EVERY).await;
-        assert_eq!(stage.fake.calls("image"), tries + 1);
+        assert!(stage.fake.calls("image") > tries, "it was woken");
         tokio::time::sleep(MINUTE).await;
+        // Every two seconds would be thirty; the back-off's first pauses are random.
         let more = stage.fake.calls("image") - tries;
-        assert!((2..=5).contains(&more), "after that, its back-off rules: {more}");
+        assert!((2..=8).contains(&more), "after that, its back-off rules: {more}");
     }
 
     /// Somebody imports and removes the image again and again: that is no way around the budget.
