@@ -24,7 +24,7 @@ use crate::{
     names::{self, BRIDGE_ALIAS, Mac, TABLE_PREFIX, table_name},
     netlink::{Link, Netlink},
     nft::{self, NftError},
-    rules::{self, AddressRow, Rows, TapRow},
+    rules::{self, AddressRow, TapRow},
     sysctl::{self, Saved},
 };
 
@@ -149,7 +149,7 @@ pub async fn intact(network: &NetworkConfig, state: &State) -> Result<bool, Brid
 pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look, BridgeError> {
     let at = At(network);
     // Before the interfaces: the tap of a row that is seen here existed before it.
-    let Some(rows) = filter_rows(network).await else { return Ok(Look::Broken) };
+    let Ok(rows) = links::list_rows(network).await else { return Ok(Look::Broken) };
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
     let links = netlink.links().await.map_err(at.system("listing interfaces"))?;
     let bridge =
@@ -178,7 +178,7 @@ pub(crate) async fn look(network: &NetworkConfig, state: &State) -> Result<Look,
 
 /// Whether the filter is in force, as `state` says and for every tap. What cannot be seen is not.
 pub(crate) async fn filtered(network: &NetworkConfig, state: &State) -> bool {
-    let Some(rows) = filter_rows(network).await else { return false };
+    let Ok(rows) = links::list_rows(network).await else { return false };
     let Ok(netlink) = Netlink::open() else { return false };
     let Ok(links) = netlink.links().await else { return false };
     let taps = links::taps_of(network, &links);
@@ -187,17 +187,12 @@ pub(crate) async fn filtered(network: &NetworkConfig, state: &State) -> bool {
 
 /// Who may use which address by the filter that is in force; nobody if there is none.
 pub(crate) async fn granted(network: &NetworkConfig) -> BTreeSet<AddressRow> {
-    filter_rows(network).await.unwrap_or_default().addresses()
+    links::list_rows(network).await.unwrap_or_default().addresses()
 }
 
 /// Whether our tables hold what was put there, rows apart.
 async fn as_made(network: &NetworkConfig, listing: &str) -> bool {
     list_tables(network).await.is_ok_and(|found| found == listing)
-}
-
-/// The rows of taps and addresses. `None`: the tables are not as we made them.
-async fn filter_rows(network: &NetworkConfig) -> Option<Rows> {
-    Some(Rows::parse(&nft::list_json(&Rows::list(&network.bridge)).await.ok()?))
 }
 
 /// Removes the network: filter, bridge, changed switches and the state files. Refuses while VMs have
@@ -349,7 +344,7 @@ async fn apply_filter(
     if !as_made(network, &listing).await {
         // Somebody has chains or sets of his own among ours, which go with the table. A row that comes in this moment
         // goes too; the alarm, which hears that, has it put back.
-        taps.extend(filter_rows(network).await.unwrap_or_default().taps());
+        taps.extend(links::list_rows(network).await.unwrap_or_default().taps());
         let anew =
             rules::delete_tap_table(&network.bridge) + &host + &rules::tap_table(network, &taps, &addresses);
         nft::apply(&anew).await.map_err(at.filter())?;

@@ -98,7 +98,7 @@ pub async fn attach(network: &NetworkConfig, vm_id: &str, index: usize, mac: &st
     let bridge = find_bridge(&netlink, network).await?;
     let (fd, rows) = tokio::join!(open_tap(&name), list_rows(network));
     let made = New { network, netlink: &netlink, vm_id, name: &name, mac };
-    let (fd, rows) = (fd?, rows.map_err(|error| filter(&name, &error))?);
+    let (fd, rows) = (fd?, rows.map(Rows::taps).map_err(|error| filter(&name, &error))?);
     match made.finish(&bridge, &rows).await {
         Ok(()) => Ok(Tap { name, fd }),
         Err(error) => {
@@ -256,15 +256,16 @@ async fn find_bridge(netlink: &Netlink, network: &NetworkConfig) -> Result<Link,
     found.filter(|link| link.is_bridge).ok_or_else(|| LinkError::NoBridge(network.bridge.clone()))
 }
 
-async fn list_rows(network: &NetworkConfig) -> Result<BTreeSet<TapRow>, NftError> {
-    Ok(Rows::parse(&nft::list_json(&Rows::list(&network.bridge)).await?).taps())
+/// The rows of the filter that is in force.
+pub(crate) async fn list_rows(network: &NetworkConfig) -> Result<Rows, NftError> {
+    Ok(Rows::parse(&nft::list_json(&Rows::list(&network.bridge)).await?))
 }
 
-/// As [`list_rows`], but a table that is not there has no rows.
+/// The taps of [`list_rows`]; a table that is not there has none.
 async fn rows_or_none(network: &NetworkConfig, interface: &str) -> Result<BTreeSet<TapRow>, LinkError> {
     match list_rows(network).await {
         Err(NftError::NotThere(_)) => Ok(BTreeSet::new()),
-        rows => rows.map_err(|error| filter(interface, &error)),
+        rows => rows.map(Rows::taps).map_err(|error| filter(interface, &error)),
     }
 }
 
