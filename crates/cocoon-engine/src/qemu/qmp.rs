@@ -3,6 +3,10 @@
 //! Entry point: [`Qmp::connect`]. Everything is bounded: an answer has at most [`MAX_LINE`] bytes, a
 //! command at most [`COMMAND_LIMIT`]. QEMU talks to a hostile guest, so its answers are not trusted.
 //! Which QEMU it is, only the greeting says ([`Qmp::version`]): the host's may be another one by now.
+//! Invariant: an answer belongs to the command that it is taken for. QEMU still sends what an earlier
+//! connection asked, and events, to the next one, even before the greeting; so each command carries an
+//! id of its own (QMP's `id` member, <https://www.qemu.org/docs/master/interop/qmp-spec.html>), and every
+//! other line is passed over.
 
 use std::{io, os::fd::BorrowedFd, path::Path, time::Duration};
 
@@ -13,10 +17,11 @@ use tokio::{
     net::UnixStream,
     time::{Instant, sleep, timeout, timeout_at},
 };
+use uuid::Uuid;
 
 use crate::paths::connect;
 
-/// Longest answer that is read.
+/// Longest answer that is read, and the most that is passed over before a greeting.
 const MAX_LINE: usize = 1 << 20;
 /// Longest wait for one command's answer.
 const COMMAND_LIMIT: Duration = Duration::from_secs(20);
@@ -50,6 +55,9 @@ pub(crate) struct Qmp {
     stream: UnixStream,
     buffer: Vec<u8>,
     version: Option<String>,
+    /// Tells this connection's commands from those of all others.
+    session: Uuid,
+    commands: u64,
 }
 
 impl Qmp {
@@ -57,10 +65,10 @@ impl Qmp {
     pub(crate) async fn connect(socket: &Path, limit: Duration) -> Result<Self, QmpError> {
         let deadline = Instant::now() + limit;
         let opening = async {
-            let mut qmp = Self { stream: connect(socket).await?, buffer: Vec::new(), version: None };
-            let greeting = qmp.line("greeting").await?;
-            let greeting = greeting.get("QMP").ok_or_else(|| QmpError::Protocol("greeting".into()))?;
-            qmp.version = version(greeting);
+            let stream = connect(socket).await?;
+            let mut qmp =
+                Self { stream, buffer: Vec::new(), version: None, session: Uuid::new_v4(), commands: 0 };
+            qmp.version = version(&qmp.greeting().await?);
             qmp.execute("qmp_capabilities", json!({})).await?;
             Ok(qmp)
         };
@@ -74,17 +82,17 @@ impl Qmp {
 
     /// Sends one command and waits for its answer; events in between are dropped.
     pub(crate) async fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        let request = request(command, &arguments);
+        let (request, id) = self.request(command, &arguments);
         let exchange = async {
             self.stream.write_all(&request).await?;
-            self.answer(command).await
+            self.answer(command, &id).await
         };
         timeout(COMMAND_LIMIT, exchange).await.unwrap_or_else(|_| Err(QmpError::Silent(command.into())))
     }
 
     /// Gives QEMU a descriptor under `name`, for `fd:name`.
     pub(crate) async fn pass_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
-        let request = request("getfd", &json!({ "fdname": name }));
+        let (request, id) = self.request("getfd", &json!({ "fdname": name }));
         let exchange = async {
             let sent = self
                 .stream
@@ -92,7 +100,7 @@ impl Qmp {
                 .await?;
             let rest = request.get(sent..).unwrap_or_default();
             self.stream.write_all(rest).await?;
-            self.answer("getfd").await
+            self.answer("getfd", &id).await
         };
         let done = timeout(COMMAND_LIMIT, exchange).await;
         done.unwrap_or_else(|_| Err(QmpError::Silent("getfd".into()))).map(drop)
@@ -146,27 +154,52 @@ impl Qmp {
         status.map(str::to_owned).ok_or_else(|| QmpError::Protocol("query-status".into()))
     }
 
-    async fn answer(&mut self, command: &str) -> Result<Value, QmpError> {
+    /// The line of a command, and its id.
+    fn request(&mut self, command: &str, arguments: &Value) -> (Vec<u8>, String) {
+        self.commands += 1;
+        let id = format!("{}-{}", self.session.simple(), self.commands);
+        let request = json!({ "execute": command, "arguments": arguments, "id": id });
+        (format!("{request}\n").into_bytes(), id)
+    }
+
+    /// What QEMU says of itself, behind whatever is left of earlier connections.
+    async fn greeting(&mut self) -> Result<Value, QmpError> {
+        let mut passed_over = 0;
+        while passed_over <= MAX_LINE {
+            let line = self.line("greeting").await?;
+            passed_over += line.len();
+            let said = serde_json::from_slice(&line).unwrap_or(Value::Null);
+            if let Some(greeting) = said.get("QMP") {
+                return Ok(greeting.clone());
+            }
+        }
+        Err(QmpError::Protocol("greeting".into()))
+    }
+
+    /// The answer to the command with this id.
+    async fn answer(&mut self, command: &str, id: &str) -> Result<Value, QmpError> {
+        let rubbish = || QmpError::Protocol(command.into());
         loop {
-            let mut line = self.line(command).await?;
-            if let Some(error) = line.get("error") {
+            let line = self.line(command).await?;
+            let mut said: Value = serde_json::from_slice(&line).map_err(|_| rubbish())?;
+            if !["return", "error", "event"].iter().any(|kind| said.get(kind).is_some()) {
+                return Err(rubbish());
+            }
+            if said.get("id").and_then(Value::as_str) != Some(id) {
+                continue;
+            }
+            if let Some(error) = said.get("error") {
                 let message = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given");
                 return Err(QmpError::Refused { command: command.into(), message: message.to_owned() });
             }
-            if let Some(value) = line.get_mut("return") {
-                return Ok(value.take());
-            }
-            if line.get("event").is_none() {
-                return Err(QmpError::Protocol(command.into()));
-            }
+            return said.get_mut("return").map(Value::take).ok_or_else(rubbish);
         }
     }
 
-    async fn line(&mut self, command: &str) -> Result<Value, QmpError> {
+    async fn line(&mut self, command: &str) -> Result<Vec<u8>, QmpError> {
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                return serde_json::from_slice(&line).map_err(|_| QmpError::Protocol(command.into()));
+                return Ok(self.buffer.drain(..=end).collect());
             }
             if self.buffer.len() > MAX_LINE {
                 return Err(QmpError::Protocol(command.into()));
@@ -185,17 +218,14 @@ fn version(greeting: &Value) -> Option<String> {
     Some(format!("{}.{}.{}", number("major")?, number("minor")?, number("micro")?))
 }
 
-fn request(command: &str, arguments: &Value) -> Vec<u8> {
-    let mut line = json!({ "execute": command, "arguments": arguments }).to_string().into_bytes();
-    line.push(b'\n');
-    line
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
 
-    use tokio::net::UnixListener;
+    use tokio::{
+        io::{AsyncBufReadExt as _, BufReader},
+        net::UnixListener,
+    };
 
     use super::*;
 
@@ -203,27 +233,30 @@ mod tests {
     const HANGS: Duration = Duration::from_secs(120);
     const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": []}}"#;
 
-    /// A monitor that says `lines`, one after each request but the first, which is the greeting.
+    /// A monitor that says `lines`, one after each request but the first, which is the greeting. Where `@`
+    /// stands in it, it names the request.
     async fn monitor(lines: Vec<String>) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ctl.sock");
         let listener = UnixListener::bind(&path).unwrap();
         tokio::spawn(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
-            let mut buffer = [0; 4096];
+            let (reader, mut writer) = stream.split();
+            let mut requests = BufReader::new(reader).lines();
+            let mut id = Value::Null;
             for line in lines {
-                stream.write_all(line.as_bytes()).await.unwrap();
-                stream.write_all(b"\n").await.unwrap();
-                if stream.read(&mut buffer).await.unwrap_or(0) == 0 {
-                    return;
-                }
+                let line = line.replace('@', &format!(r#""id": {id}"#)) + "\n";
+                writer.write_all(line.as_bytes()).await.unwrap();
+                let Ok(Some(request)) = requests.next_line().await else { return };
+                let request: Value = serde_json::from_str(&request).unwrap();
+                id = request["id"].clone();
             }
         });
         (folder, path)
     }
 
     async fn answer_to(line: &str) -> Result<Value, QmpError> {
-        let lines = [GREETING, r#"{"return": {}}"#, line].map(str::to_owned).to_vec();
+        let lines = [GREETING, r#"{"return": {}, @}"#, line].map(str::to_owned).to_vec();
         let (_folder, path) = monitor(lines).await;
         let mut qmp = Qmp::connect(&path, HANGS).await?;
         qmp.execute("query-status", json!({})).await
@@ -231,8 +264,33 @@ mod tests {
 
     #[tokio::test]
     async fn events_are_dropped_and_answers_are_found_behind_them() {
-        let line = "{\"event\": \"STOP\"}\n{\"event\": \"RESUME\"}\n{\"return\": {\"status\": \"running\"}}";
+        let line =
+            "{\"event\": \"STOP\"}\n{\"event\": \"RESUME\"}\n{\"return\": {\"status\": \"running\"}, @}";
         assert_eq!(answer_to(line).await.unwrap()["status"], "running");
+    }
+
+    #[tokio::test]
+    async fn what_an_earlier_connection_asked_is_nobodys_answer_and_no_greeting() {
+        let left = concat!(
+            r#"{"timestamp": {"seconds": 1}, "event": "STOP"}"#,
+            "\n",
+            r#"{"return": {"status": "completed"}, "id": "another-2"}"#,
+            "\n",
+            r#"{"return": {"status": "completed"}}"#,
+            "\n",
+            r#"{"error": {"class": "GenericError", "desc": "of another"}, "id": "another-3"}"#,
+        );
+        let torn = "completed\"}}";
+        let lines = [
+            format!("{torn}\n{left}\n{GREETING}\n{left}"),
+            format!("{left}\n{{\"return\": {{}}, @}}"),
+            format!("{left}\n{{\"return\": {{\"status\": \"active\"}}, @}}"),
+        ];
+        let (_folder, path) = monitor(lines.to_vec()).await;
+        let mut qmp = Qmp::connect(&path, HANGS).await.unwrap();
+        assert_eq!(qmp.status().await.unwrap(), "active");
+        let (_folder, path) = monitor(vec![format!("{left}\n").repeat(MAX_LINE / left.len() + 1)]).await;
+        assert!(matches!(Qmp::connect(&path, HANGS).await.unwrap_err(), QmpError::Protocol(_)));
     }
 
     #[tokio::test]
@@ -248,8 +306,11 @@ mod tests {
             (qemu("7"), None),
             (GREETING.to_owned(), None),
         ] {
-            let answers =
-                [greeting.clone(), r#"{"return": {}}"#.into(), r#"{"return": {"status": "paused"}}"#.into()];
+            let answers = [
+                greeting.clone(),
+                r#"{"return": {}, @}"#.into(),
+                r#"{"return": {"status": "paused"}, @}"#.into(),
+            ];
             let (_folder, path) = monitor(answers.to_vec()).await;
             let mut qmp = Qmp::connect(&path, HANGS).await.unwrap();
             assert_eq!(qmp.version().ok(), version, "{greeting}");
@@ -259,8 +320,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_refusal_has_qemus_words_and_rubbish_is_an_error() {
-        let refused =
-            answer_to(r#"{"error": {"class": "GenericError", "desc": "no such thing"}}"#).await.unwrap_err();
+        let refused = answer_to(r#"{"error": {"class": "GenericError", "desc": "no such thing"}, @}"#)
+            .await
+            .unwrap_err();
         assert_eq!(refused.to_string(), "QEMU refused query-status: no such thing");
         for rubbish in ["nonsense", "{}", "[]", &"x".repeat(MAX_LINE + 2)] {
             let error = answer_to(rubbish).await.unwrap_err();
@@ -270,17 +332,23 @@ mod tests {
 
     #[tokio::test]
     async fn a_transfer_that_somebody_left_is_ended_and_one_that_is_over_is_left_alone() {
-        let status = |word: &str| format!(r#"{{"return": {{"status": "{word}"}}}}"#);
+        let status = |word: &str| format!(r#"{{"return": {{"status": "{word}"}}, @}}"#);
         for (answers, well) in [
-            (vec![r#"{"return": {}}"#.to_owned()], true),
+            (vec![r#"{"return": {}, @}"#.to_owned()], true),
             (vec![status("completed")], true),
             (
-                vec![status("active"), r#"{"return": {}}"#.into(), status("cancelling"), status("cancelled")],
+                vec![
+                    status("active"),
+                    r#"{"return": {}, @}"#.into(),
+                    status("cancelling"),
+                    status("cancelled"),
+                ],
                 true,
             ),
             (vec![status("active"), "nonsense".into()], false),
         ] {
-            let lines = [GREETING, r#"{"return": {}}"#].map(str::to_owned).into_iter().chain(answers.clone());
+            let lines =
+                [GREETING, r#"{"return": {}, @}"#].map(str::to_owned).into_iter().chain(answers.clone());
             let (_folder, path) = monitor(lines.collect()).await;
             let mut qmp = Qmp::connect(&path, HANGS).await.unwrap();
             assert_eq!(qmp.settle(HANGS).await.is_ok(), well, "{answers:?}");
