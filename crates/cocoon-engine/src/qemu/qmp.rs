@@ -55,7 +55,8 @@ pub(crate) struct Qmp {
     stream: UnixStream,
     buffer: Vec<u8>,
     version: Option<String>,
-    /// Tells this connection's commands from those of all others.
+    /// Tells this connection's commands from those of all others. Nothing is decided by it, so it does not come
+    /// from the world.
     session: Uuid,
     commands: u64,
 }
