@@ -1,8 +1,9 @@
-//! Asks a guest whether it is reachable: a TCP connect, or an ICMP echo whose reply is checked.
+//! Asks a guest whether it is reachable: a TCP connect, or an ICMP echo whose reply is checked. A request that is
+//! lost, because the guest's link is just coming up, is sent again within the same probe.
 
 use std::{
     io,
-    net::{Ipv4Addr, SocketAddr, SocketAddrV4},
+    net::{Ipv4Addr, SocketAddrV4},
     sync::atomic::{AtomicU16, Ordering},
     time::Duration,
 };
@@ -12,6 +13,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpStream, UdpSocket};
 
 use crate::ports::Prober;
+
+/// Between two requests of one echo.
+const SEND_AGAIN: Duration = Duration::from_millis(250);
 
 /// Probes over the host's network.
 #[derive(Debug, Default)]
@@ -60,19 +64,35 @@ async fn connect(ip: Ipv4Addr, port: u16) -> io::Result<()> {
 }
 
 impl NetProber {
-    /// One request; every packet that is not its exact reply is passed over.
     async fn echo(&self, ip: Ipv4Addr) -> io::Result<()> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         let mut nonce = [0_u8; 16];
         rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
         let (socket, raw) = open()?;
-        socket.send_to(&request(sequence, &nonce), SocketAddrV4::new(ip, 0)).await?;
-        let mut buffer = [0_u8; 256];
-        loop {
-            let (length, from) = socket.recv_from(&mut buffer).await?;
-            let SocketAddr::V4(from) = from else { continue };
-            if *from.ip() == ip && is_reply(&buffer[..length], raw, sequence, &nonce) {
-                return Ok(());
+        answered(&socket, raw, SocketAddrV4::new(ip, 0), sequence, &nonce).await
+    }
+}
+
+/// One request, sent again and again until it is answered; every packet that is not its exact reply is passed over.
+async fn answered(
+    socket: &UdpSocket,
+    raw: bool,
+    to: SocketAddrV4,
+    sequence: u16,
+    nonce: &[u8; 16],
+) -> io::Result<()> {
+    let request = request(sequence, nonce);
+    let mut again = tokio::time::interval(SEND_AGAIN);
+    let mut buffer = [0_u8; 256];
+    loop {
+        tokio::select! {
+            _ = again.tick() => drop(socket.send_to(&request, to).await?),
+            received = socket.recv_from(&mut buffer) => {
+                let (length, from) = received?;
+                let of_guest = from.ip() == *to.ip();
+                if of_guest && is_reply(&buffer[..length], raw, sequence, nonce) {
+                    return Ok(());
+                }
             }
         }
     }
@@ -142,6 +162,23 @@ mod tests {
         let closed = deaf.local_addr().unwrap().port();
         let why = prober.probe(ip, Some(closed), limit).await.unwrap_err();
         assert!(why.starts_with("TCP connect to 127.0.0.1:"), "{why}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_is_lost_is_sent_again() {
+        let (prober, guest) = (UdpSocket::bind("127.0.0.1:0").await, UdpSocket::bind("127.0.0.1:0").await);
+        let (prober, guest) = (prober.unwrap(), guest.unwrap());
+        let std::net::SocketAddr::V4(to) = guest.local_addr().unwrap() else { panic!("bound to IPv4") };
+        let nonce = [7; 16];
+        let deaf_at_first = async {
+            let mut packet = [0; 24];
+            guest.recv_from(&mut packet).await.unwrap();
+            let (_, from) = guest.recv_from(&mut packet).await.unwrap();
+            packet[0] = ECHO_REPLY;
+            guest.send_to(&packet, from).await.unwrap();
+        };
+        let (answered, ()) = tokio::join!(answered(&prober, false, to, 3, &nonce), deaf_at_first);
+        answered.unwrap();
     }
 
     #[test]
