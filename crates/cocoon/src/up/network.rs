@@ -65,16 +65,17 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<Option<Chi
     let file = network.network_file();
     let text = serde_json::to_vec_pretty(network).context("network.json")?;
     files::replace(&file, &text, 0o600).with_context(|| format!("writing {}", file.display()))?;
-    let mut child = spawn(network)?;
+    let log = network.state_dir.join("daemon.log");
+    let (mut child, said_before) = spawn(network, &log)?;
     let deadline = Instant::now() + Duration::from_secs(10);
     while ping(network).await.is_err() {
         if let Some(status) = child.try_wait()? {
-            bail!("the network daemon ended ({status}): {}", log_tail(network));
+            bail!("the network daemon ended ({status}): {}", last_words(&log, said_before));
         }
         if Instant::now() > deadline {
             // Nobody could find it again.
             child.kill().and_then(|()| child.wait()).context("ending the network daemon")?;
-            bail!("the network daemon did not answer within 10 s: {}", log_tail(network));
+            bail!("the network daemon did not answer within 10 s: {}", last_words(&log, said_before));
         }
         sleep(Duration::from_millis(5)).await;
     }
@@ -127,29 +128,35 @@ fn nobody_listens(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound)
 }
 
-fn spawn(network: &NetworkConfig) -> anyhow::Result<Child> {
-    let log = network.state_dir.join("daemon.log");
+/// The new process, and how long the log was before it.
+fn spawn(network: &NetworkConfig, log: &Path) -> anyhow::Result<(Child, u64)> {
     // Appended to: an earlier daemon may still be writing. It says little; what is long is cut.
-    let long = std::fs::metadata(&log).is_ok_and(|about| about.len() > 1 << 20);
-    let log = std::fs::File::options()
-        .create(true)
-        .append(true)
-        .open(&log)
-        .and_then(|file| if long { file.set_len(0).map(|()| file) } else { Ok(file) })
-        .with_context(|| format!("opening {}", log.display()))?;
-    Command::new("/proc/self/exe")
+    let opened = || {
+        let file = std::fs::File::options().create(true).append(true).open(log)?;
+        if file.metadata()?.len() > 1 << 20 {
+            file.set_len(0)?;
+        }
+        let length = file.metadata()?.len();
+        io::Result::Ok((file, length))
+    };
+    let (file, length) = opened().with_context(|| format!("opening {}", log.display()))?;
+    let child = Command::new("/proc/self/exe")
         .args(["net", "daemon", "--state-dir"])
         .arg(&network.state_dir)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .stderr(log)
+        .stderr(file)
         .spawn()
-        .context("starting the network daemon")
+        .context("starting the network daemon")?;
+    Ok((child, length))
 }
 
-fn log_tail(network: &NetworkConfig) -> String {
-    let text = std::fs::read_to_string(network.state_dir.join("daemon.log")).unwrap_or_default();
-    text.lines().rev().take(3).collect::<Vec<_>>().join(" / ")
+/// The last lines of the log, the newest first, of those behind its first `before` bytes.
+fn last_words(log: &Path, before: u64) -> String {
+    let text = std::fs::read(log).unwrap_or_default();
+    let text = text.get(usize::try_from(before).unwrap_or(usize::MAX)..).unwrap_or_default();
+    let lines: Vec<_> = String::from_utf8_lossy(text).lines().rev().take(3).map(str::to_owned).collect();
+    if lines.is_empty() { format!("it wrote nothing to {}", log.display()) } else { lines.join(" / ") }
 }
 
 /// What the daemon says of itself, if one answers.
@@ -171,7 +178,8 @@ pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
         while ping(network).await.is_ok() {
             if Instant::now() > deadline {
                 bail!(
-                    "the network daemon (pid {pid}) does not end; end it by hand and run `cocoon net teardown`"
+                    "the network daemon (pid {pid}) does not end; end it by hand and run `cocoon net teardown --state-dir {}`",
+                    network.state_dir.display()
                 );
             }
             sleep(Duration::from_millis(5)).await;
@@ -207,6 +215,20 @@ mod tests {
         let met = ensure(network).await;
         daemon.abort();
         met.map(|started| started.is_some()).map_err(|error| format!("{error:#}"))
+    }
+
+    #[test]
+    fn only_what_the_present_daemon_wrote_is_its_last_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("daemon.log");
+        assert!(last_words(&log, 0).contains("wrote nothing to"));
+        std::fs::write(&log, "old\none\ntwo\nthree\nfour\n").unwrap();
+        assert_eq!(last_words(&log, 0), "four / three / two");
+        assert_eq!(last_words(&log, 18), "four");
+        // Cut by somebody meanwhile.
+        for before in [23, 99] {
+            assert!(last_words(&log, before).contains("wrote nothing to"), "{before}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
