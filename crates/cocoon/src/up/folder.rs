@@ -12,6 +12,8 @@ use std::{
 use cocoon_kit::files::{self, Lock};
 use thiserror::Error;
 
+use super::spare;
+
 /// The layout that this program reads and writes.
 const VERSION: &str = "1";
 
@@ -81,11 +83,12 @@ impl DataFolder {
             let holder = if holder.is_empty() { "unknown".to_owned() } else { holder };
             return Err(FolderError::InUse { folder: folder(), holder });
         };
+        check_version(path)?;
+        spare::give(path).map_err(on_io)?;
         lock.file()
             .set_len(0)
             .and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes()))
             .map_err(on_io)?;
-        check_version(path)?;
         for part in ["run", "log", "net"] {
             files::private_folder(&path.join(part)).map_err(on_io)?;
         }

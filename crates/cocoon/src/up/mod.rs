@@ -8,6 +8,7 @@ mod credentials;
 mod folder;
 mod host;
 mod network;
+mod spare;
 
 use std::{
     io::Write as _,
@@ -129,7 +130,7 @@ pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
     let mut signals = Signals::install()?;
     host::check(&args.qemu, &args.boot_bundle)?;
     let folder = DataFolder::open(&args.data_dir)?;
-    let opened = open(args, &folder).await?;
+    let opened = open(args, &folder).await.map_err(|error| spare::explained(folder.path(), error))?;
     let (engine, network) = (opened.engine.clone(), opened.network.clone());
     let tasks = Tasks::new();
     // From here on the host is changed: whatever happens, `leave` follows. A signal waits until the
@@ -195,6 +196,12 @@ async fn serve(
         Ok(())
     };
     tasks.spawn("network", Kind::Vital, keep).await;
+    let (folder, token) = (args.data_dir.clone(), tasks.token());
+    let spare = async move {
+        spare::keep(&folder, token).await;
+        Ok(())
+    };
+    tasks.spawn("spare", Kind::Vital, spare).await;
     let started = world.now();
     credentials.write_kubeconfig(&kubeconfig, api.local_addr()?)?;
     serve_plane(tasks, &plane, api, &credentials).await;

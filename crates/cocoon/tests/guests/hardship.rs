@@ -256,6 +256,32 @@ fn a_pod_whose_guest_fills_the_hosts_disk_says_so_and_goes_on_when_there_is_spac
 }
 
 #[test]
+fn cocoon_up_starts_on_a_disk_with_nothing_left_after_a_kill_and_after_an_orderly_end() {
+    let mut lab = Small::start("", 420);
+    let set_aside = |lab: &Small| {
+        let spare = lab.data().join("spare");
+        lab.wait("space set aside", HANGS, || Ok(spare.exists().then_some(()))).unwrap();
+    };
+    let starts_full = |lab: &mut Small, written: &str| {
+        let filler = lab.fill(0);
+        lab.up().expect("cocoon up starts");
+        lab.kubectl(&["create", "configmap", written]).unwrap();
+        filler
+    };
+    counting(&lab);
+    let before = lines(&lab);
+    set_aside(&lab);
+    lab.kill().unwrap();
+    std::fs::remove_file(starts_full(&mut lab, "after-a-kill")).unwrap();
+    wait_pod(&lab, A.0, "ready", story::is_ready);
+    assert!(counts_on(&lab) > before);
+    ends(&lab);
+    set_aside(&lab);
+    lab.stop().unwrap();
+    starts_full(&mut lab, "after-an-end");
+}
+
+#[test]
 #[ignore = "takes minutes, since a failing pod waits: cargo xtask soak hardship"]
 fn a_pod_whose_registry_folder_is_full_or_read_only_goes_on_and_hibernates_once_it_is_writable() {
     let lab = Small::start("registry", 24);
