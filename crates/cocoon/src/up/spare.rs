@@ -16,7 +16,7 @@ const NAME: &str = "spare";
 const SIZE: u64 = 36 << 20;
 /// It is made again only where so much is free.
 const PLENTY: u64 = 4 * SIZE;
-const LOOK: Duration = Duration::from_secs(60);
+const LOOK: Duration = Duration::from_secs(10);
 
 /// What is to be done about the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
