@@ -17,6 +17,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 use crate::{
+    claim::{self, Claim},
     coexist,
     config::{ConfigError, NetworkConfig},
     leases::{self, Lease, LeaseError},
@@ -81,6 +82,17 @@ pub enum BridgeError {
         bridge: String,
         /// The taps.
         taps: String,
+    },
+    /// The daemon of another state folder serves this bridge.
+    #[error(
+        "bridge {bridge} is served by the network daemon of another state folder than {folder}; nothing was done; \
+         end that daemon first, or leave its network alone"
+    )]
+    OfAnother {
+        /// Which network.
+        bridge: String,
+        /// Whose it is not.
+        folder: String,
     },
     /// The daemon still serves the network.
     #[error(
@@ -202,6 +214,8 @@ pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), Bridge
     names::check_bridge(&network.bridge).map_err(ConfigError::Value)?;
     files::private_folder(&network.state_dir).map_err(at.system("state folder"))?;
     let _lock = daemon_gone(network).await?;
+    // Nor may one come.
+    let _claim = claim(network).await?;
     let netlink = Netlink::open().map_err(at.system("opening netlink"))?;
     remove_taps(network, &netlink, force).await?;
     let found = netlink.link(&network.bridge).await.map_err(at.system("lookup"))?;
@@ -227,6 +241,21 @@ async fn daemon_gone(network: &NetworkConfig) -> Result<files::Lock, BridgeError
             None if tokio::time::Instant::now() > end => {
                 let file = crate::daemon::lock_file(network).display().to_string();
                 return Err(BridgeError::DaemonRuns(network.bridge.clone(), file));
+            }
+            None => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+}
+
+/// The bridge, while it is taken down. A daemon that is killed lets go of its lock a moment before.
+async fn claim(network: &NetworkConfig) -> Result<Claim, BridgeError> {
+    let end = tokio::time::Instant::now() + DAEMON_ENDS;
+    loop {
+        match Claim::take(network).map_err(At(network).system("claim"))? {
+            Some(claim) => return Ok(claim),
+            None if tokio::time::Instant::now() > end => {
+                let folder = network.state_dir.display().to_string();
+                return Err(BridgeError::OfAnother { bridge: network.bridge.clone(), folder });
             }
             None => tokio::time::sleep(Duration::from_millis(20)).await,
         }
@@ -334,7 +363,7 @@ async fn apply_filter(
     let mut taps: BTreeSet<TapRow> =
         links::taps_of(network, &links).into_iter().map(|(tap, mac)| (tap.name.clone(), mac)).collect();
     let addresses = address_rows(&leases::load(&network.lease_file())?.live(Timestamp::now()));
-    let host = rules::host_table(network, &note(old_forward));
+    let host = rules::host_table(network, &(note(old_forward) + &claim::mark(network)));
     let rules = format!("{host}{}", rules::tap_table(network, &BTreeSet::new(), &BTreeSet::new()));
     let text = format!("{host}{}", rules::tap_table(network, &taps, &addresses));
     let tables = rules::list_tables(&network.bridge);

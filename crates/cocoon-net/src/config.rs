@@ -115,13 +115,27 @@ impl NetworkConfig {
         Ok(pool)
     }
 
-    /// Reads the copy that the daemon keeps in `state_dir`.
+    /// Reads the copy that the daemon keeps in `state_dir`. A folder that was copied or moved is itself, whatever the
+    /// file says: nothing of the folder that it was is meant.
     pub fn load(state_dir: &Path) -> Result<Self, ConfigError> {
         let path = state_dir.join("network.json");
         let name = path.display().to_string();
         let text = std::fs::read(&path).map_err(|source| ConfigError::Io { path: name.clone(), source })?;
-        serde_json::from_slice(&text)
-            .map_err(|error| ConfigError::Corrupt { path: name, message: error.to_string() })
+        let kept: Self = serde_json::from_slice(&text)
+            .map_err(|error| ConfigError::Corrupt { path: name, message: error.to_string() })?;
+        Ok(kept.at(state_dir))
+    }
+
+    fn at(self, state_dir: &Path) -> Self {
+        let here = state_dir.canonicalize().unwrap_or_else(|_| state_dir.to_owned());
+        if self.state_dir.canonicalize().is_ok_and(|kept| kept == here) {
+            return self;
+        }
+        let control_socket = match self.control_socket.strip_prefix(&self.state_dir) {
+            Ok(rest) => here.join(rest),
+            Err(_) => self.control_socket,
+        };
+        Self { state_dir: here, control_socket, ..self }
     }
 
     /// Writes the copy, durably, if it would change.
@@ -175,6 +189,29 @@ fn hosts(subnet: Ipv4Net, gateway: Ipv4Addr, count: i64) -> Result<Vec<Ipv4Addr>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_that_was_copied_or_moved_means_itself_and_one_under_another_name_is_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        let [one, two, link] = ["one", "two", "link"].map(|name| root.join(name));
+        std::fs::create_dir_all(&one).unwrap();
+        let kept = crate::testing::network(&one);
+        let kept = NetworkConfig { control_socket: one.join("control.sock"), state_dir: one.clone(), ..kept };
+        kept.save().unwrap();
+        std::os::unix::fs::symlink(&one, &link).unwrap();
+        for same in [&one, &link] {
+            assert_eq!(NetworkConfig::load(same).unwrap(), kept);
+        }
+        std::fs::create_dir(&two).unwrap();
+        std::fs::copy(one.join("network.json"), two.join("network.json")).unwrap();
+        let itself =
+            NetworkConfig { control_socket: two.join("control.sock"), state_dir: two.clone(), ..kept };
+        for original_lives in [true, false] {
+            assert_eq!(NetworkConfig::load(&two).unwrap(), itself, "{original_lives}");
+            let _ = std::fs::remove_dir_all(&one);
+        }
+    }
 
     #[test]
     fn a_pool_has_the_hosts_of_the_subnet_without_the_gateway() {

@@ -15,15 +15,14 @@
 use std::{
     io::{self, Seek as _, Write as _},
     net::{Ipv4Addr, SocketAddrV4},
-    os::{
-        linux::net::SocketAddrExt as _,
-        unix::net::{SocketAddr, UnixDatagram},
-    },
     path::PathBuf,
     time::Duration,
 };
 
-use cocoon_kit::files::{self, Lock};
+use cocoon_kit::{
+    failure::chain,
+    files::{self, Lock},
+};
 use jiff::Timestamp;
 use socket2::{Domain, Protocol, Socket, Type};
 use thiserror::Error;
@@ -37,6 +36,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     alarm::Alarm,
     bridge::{self, BridgeError, Look, State},
+    claim::Claim,
     config::NetworkConfig,
     control::{self, Answer, Call, Request, Status},
     dhcp::{Effect, Outcome, Server, Settings, packet::Reply, table::Table},
@@ -161,17 +161,9 @@ fn lock(network: &NetworkConfig) -> Result<Lock, DaemonError> {
     Ok(lock)
 }
 
-/// One daemon a bridge. Names of abstract sockets belong to a network namespace, as bridges do, and go with
-/// their process.
-fn claim(network: &NetworkConfig) -> Result<UnixDatagram, DaemonError> {
-    let name = format!("cocoon-net/{}", network.bridge);
-    let address = SocketAddr::from_abstract_name(&name).map_err(system("claim", &name))?;
-    match UnixDatagram::bind_addr(&address) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            Err(DaemonError::BridgeTaken(network.bridge.clone()))
-        }
-        result => result.map_err(system("claim", &name)),
-    }
+fn claim(network: &NetworkConfig) -> Result<Claim, DaemonError> {
+    let taken = Claim::take(network).map_err(system("claim", &network.bridge))?;
+    taken.ok_or_else(|| DaemonError::BridgeTaken(network.bridge.clone()))
 }
 
 async fn load(network: &NetworkConfig, now: Timestamp) -> Result<Server, DaemonError> {
@@ -396,7 +388,7 @@ impl Daemon {
         match self.is_intact().await {
             Ok(true) => {}
             Ok(false) => drop(self.repair().await),
-            Err(error) => tracing::warn!(%error, cause = source(&error), "looking after the network"),
+            Err(error) => tracing::warn!(error = chain(&error), "looking after the network"),
         }
     }
 
@@ -416,7 +408,7 @@ impl Daemon {
     async fn save(&self) -> Result<(), String> {
         let (file, rows) = (self.network.lease_file(), self.server.leases());
         let saved = tokio::task::spawn_blocking(move || leases::save(&file, &rows)).await;
-        saved.map_err(|error| error.to_string())?.map_err(|error| format!("{error}: {}", source(&error)))
+        saved.map_err(|error| error.to_string())?.map_err(|error| chain(&error))
     }
 
     /// Looks twice, so that a tap that is just being made or removed is not taken for damage.
@@ -438,7 +430,7 @@ impl Daemon {
         let state = match bridge::repair(&self.network).await {
             Ok(state) => state,
             Err(error) => {
-                tracing::error!(%error, cause = source(&error), "the network cannot be repaired now");
+                tracing::error!(error = chain(&error), "the network cannot be repaired now");
                 self.alarm.ring_after(REPAIR_AGAIN);
                 if !bridge::filtered(&self.network, &self.state).await {
                     self.cut_off().await;
@@ -451,7 +443,7 @@ impl Daemon {
             match bind(&self.network) {
                 Ok(socket) => self.socket = socket,
                 Err(error) => {
-                    tracing::error!(%error, cause = source(&error), "DHCP cannot be served now");
+                    tracing::error!(error = chain(&error), "DHCP cannot be served now");
                     return false;
                 }
             }
@@ -465,13 +457,8 @@ impl Daemon {
         match links::cut_off(&self.network).await {
             Ok(taps) => tracing::error!(taps, "taps are set down until the network is repaired"),
             Err(error) => {
-                tracing::error!(%error, cause = source(&error), "taps cannot be set down; guests may be unfiltered");
+                tracing::error!(error = chain(&error), "taps cannot be set down; guests may be unfiltered");
             }
         }
     }
-}
-
-/// The cause of an error, which its own message leaves out.
-fn source(error: &dyn std::error::Error) -> String {
-    error.source().map(ToString::to_string).unwrap_or_default()
 }

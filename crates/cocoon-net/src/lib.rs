@@ -14,6 +14,7 @@
 
 mod alarm;
 pub mod bridge;
+mod claim;
 mod coexist;
 pub mod config;
 pub mod control;

@@ -17,6 +17,7 @@ use std::{
 use thiserror::Error;
 
 use crate::{
+    claim,
     config::NetworkConfig,
     names::{self, Mac},
     netlink::{Link, Netlink, Port},
@@ -36,6 +37,17 @@ pub enum LinkError {
     /// The bridge is not there: the network was never set up, or was taken down.
     #[error("bridge {0} does not exist; start the network with `cocoon net daemon`")]
     NoBridge(String),
+    /// The daemon of another state folder serves this bridge.
+    #[error(
+        "bridge {bridge} is served by the network daemon of another state folder than {folder}, as of the data folder \
+         that this one is a copy of; end that daemon first, or use this folder in another network namespace"
+    )]
+    OfAnother {
+        /// The bridge.
+        bridge: String,
+        /// Whose it is not.
+        folder: String,
+    },
     /// A name, id or MAC that cannot be used.
     #[error("tap of VM {vm}: {message}")]
     Value {
@@ -96,7 +108,12 @@ pub async fn attach(network: &NetworkConfig, vm_id: &str, index: usize, mac: &st
     }
     let netlink = open(&name)?;
     let bridge = find_bridge(&netlink, network).await?;
-    let (fd, rows) = tokio::join!(open_tap(&name), list_rows(network));
+    let (fd, rows, strangers) =
+        tokio::join!(open_tap(&name), list_rows(network), is_strangers(network, &name));
+    if strangers? {
+        let folder = network.state_dir.display().to_string();
+        return Err(LinkError::OfAnother { bridge: network.bridge.clone(), folder });
+    }
     let made = New { network, netlink: &netlink, vm_id, name: &name, mac };
     let (fd, rows) = (fd?, rows.map(Rows::taps).map_err(|error| filter(&name, &error))?);
     match made.finish(&bridge, &rows).await {
@@ -111,11 +128,15 @@ pub async fn attach(network: &NetworkConfig, vm_id: &str, index: usize, mac: &st
     }
 }
 
-/// Removes what is left of the VM's taps and all their filter rows. Nothing there is success.
+/// Removes what is left of the VM's taps and all their filter rows. Nothing there is success, and on the bridge of
+/// another state folder's daemon nothing is ours.
 pub async fn detach(network: &NetworkConfig, vm_id: &str) -> Result<(), LinkError> {
     let value = |message: String| LinkError::Value { vm: vm_id.to_owned(), message };
     names::check_bridge(&network.bridge).map_err(value)?;
     let prefix = names::tap_prefix(vm_id).map_err(value)?;
+    if is_strangers(network, &prefix).await? {
+        return Ok(());
+    }
     let alias = names::tap_alias(vm_id);
     let netlink = open(&prefix)?;
     let links = netlink.links().await.map_err(kernel("listing interfaces", &prefix))?;
@@ -132,11 +153,15 @@ pub async fn detach(network: &NetworkConfig, vm_id: &str) -> Result<(), LinkErro
     remove_rows(network, &netlink, gone.collect()).await
 }
 
-/// Removes interfaces and rows of ours whose VM is not in `live` (VM ids).
+/// Removes interfaces and rows of ours whose VM is not in `live` (VM ids); as in [`detach`], nothing is ours on another's
+/// bridge.
 pub async fn collect(network: &NetworkConfig, live: &BTreeSet<String>) -> Result<(), LinkError> {
     let value = |message: String| LinkError::Value { vm: "(all)".to_owned(), message };
     names::check_bridge(&network.bridge).map_err(value)?;
     let bridge = &network.bridge;
+    if is_strangers(network, bridge).await? {
+        return Ok(());
+    }
     // Rows first: the tap of a row that is seen here existed before it, so if it is not among the
     // interfaces listed later, it is gone for good.
     let rows = rows_or_none(network, bridge).await?;
@@ -249,6 +274,10 @@ async fn open_tap(name: &str) -> Result<OwnedFd, LinkError> {
             result => return result.map_err(kernel("creation", name)),
         }
     }
+}
+
+async fn is_strangers(network: &NetworkConfig, interface: &str) -> Result<bool, LinkError> {
+    claim::is_strangers(network).await.map_err(|error| filter(interface, &error))
 }
 
 async fn find_bridge(netlink: &Netlink, network: &NetworkConfig) -> Result<Link, LinkError> {

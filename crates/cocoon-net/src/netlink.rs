@@ -1,16 +1,18 @@
 //! The narrow port to the kernel's interfaces: one netlink socket, opened in the network namespace of
 //! the calling thread.
 //!
-//! Entry point: [`Netlink`]. Invariant: dropping it ends its task and closes its socket.
+//! Entry point: [`Netlink`]. Invariants: dropping it ends its task and closes its socket; a list is whole, and of one
+//! moment: what is cut off or was changed while the kernel wrote it is never taken for all there is.
 
-use std::{collections::BTreeSet, io, net::Ipv4Addr};
+use std::{collections::BTreeSet, io, net::Ipv4Addr, time::Duration};
 
-use futures::TryStreamExt as _;
+use futures::{StreamExt as _, TryStreamExt as _};
 use ipnet::Ipv4Net;
 use rtnetlink::{
     Error, Handle, LinkBridge, LinkBridgePort, LinkUnspec,
+    packet_core::{NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload},
     packet_route::{
-        AddressFamily,
+        AddressFamily, RouteNetlinkMessage,
         address::{AddressAttribute, AddressMessage},
         link::{
             InfoBridgePort, InfoKind, InfoPortData, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, Prop,
@@ -21,6 +23,10 @@ use rtnetlink::{
 use tokio::task::JoinHandle;
 
 use crate::names::{BRIDGE_ALIAS, Mac, TAP_GROUP};
+
+/// How often, and how long apart, a list is asked for that changes while it is read.
+const LOOKS: u32 = 50;
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// An interface, as far as this crate looks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -79,14 +85,35 @@ impl Drop for Netlink {
 
 impl Netlink {
     pub(crate) fn open() -> io::Result<Self> {
-        let (connection, handle, _) = rtnetlink::new_connection()?;
+        let (mut connection, handle, _) = rtnetlink::new_connection()?;
+        // Else an answer that was cut off looks like a whole one.
+        connection.set_forward_done(true);
         Ok(Self { handle, task: tokio::spawn(connection) })
     }
 
     pub(crate) async fn links(&self) -> io::Result<Vec<Link>> {
-        let messages: Vec<LinkMessage> =
-            self.handle.link().get().execute().try_collect().await.map_err(system)?;
-        Ok(messages.iter().map(link).collect())
+        let messages = self.list(&RouteNetlinkMessage::GetLink(LinkMessage::default())).await?;
+        Ok(messages
+            .iter()
+            .filter_map(|message| match message {
+                RouteNetlinkMessage::NewLink(message) => Some(link(message)),
+                _ => None,
+            })
+            .collect())
+    }
+
+    /// The answer to a question for a list.
+    async fn list(&self, question: &RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
+        for _ in 0..LOOKS {
+            let mut message = NetlinkMessage::from(question.clone());
+            message.header.flags = NLM_F_REQUEST | NLM_F_DUMP;
+            let answers = self.handle.clone().request(message).map_err(system)?;
+            if let Some(list) = whole(answers.collect().await)? {
+                return Ok(list);
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+        Err(io::Error::other("the list changed whenever it was read; try again when fewer VMs come and go"))
     }
 
     pub(crate) async fn link(&self, name: &str) -> io::Result<Option<Link>> {
@@ -174,9 +201,16 @@ impl Netlink {
 
     /// The ports, by index, and the MACs that bridges of this namespace reach by them.
     pub(crate) async fn reached(&self) -> io::Result<BTreeSet<(u32, Mac)>> {
-        let asked = self.handle.neighbours().get().set_address_family(AddressFamily::Bridge);
-        let messages: Vec<NeighbourMessage> = asked.execute().try_collect().await.map_err(system)?;
-        Ok(messages.iter().filter_map(reached).collect())
+        let mut question = NeighbourMessage::default();
+        question.header.family = AddressFamily::Bridge;
+        let messages = self.list(&RouteNetlinkMessage::GetNeighbour(question)).await?;
+        Ok(messages
+            .iter()
+            .filter_map(|message| match message {
+                RouteNetlinkMessage::NewNeighbour(message) => reached(message),
+                _ => None,
+            })
+            .collect())
     }
 
     pub(crate) async fn add_address(&self, index: u32, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
@@ -185,10 +219,34 @@ impl Netlink {
 
     /// Every IPv4 address of this namespace with its interface.
     pub(crate) async fn addresses(&self) -> io::Result<Vec<(u32, Ipv4Net)>> {
-        let messages: Vec<AddressMessage> =
-            self.handle.address().get().execute().try_collect().await.map_err(system)?;
-        Ok(messages.iter().filter_map(address).collect())
+        let messages = self.list(&RouteNetlinkMessage::GetAddress(AddressMessage::default())).await?;
+        Ok(messages
+            .iter()
+            .filter_map(|message| match message {
+                RouteNetlinkMessage::NewAddress(message) => address(message),
+                _ => None,
+            })
+            .collect())
     }
+}
+
+/// What a list holds; `None` if it changed, or the socket lost some of it, while it was read.
+fn whole(answers: Vec<NetlinkMessage<RouteNetlinkMessage>>) -> io::Result<Option<Vec<RouteNetlinkMessage>>> {
+    let (mut found, mut changed) = (Vec::new(), false);
+    for answer in answers {
+        changed |= answer.header.flags & NLM_F_DUMP_INTR != 0;
+        match answer.payload {
+            NetlinkPayload::InnerMessage(message) => found.push(message),
+            NetlinkPayload::Error(error) => return Err(error.to_io()),
+            NetlinkPayload::Done(done) if done.code < 0 => {
+                return Err(io::Error::from_raw_os_error(done.code.saturating_neg()));
+            }
+            NetlinkPayload::Done(_) => return Ok((!changed).then_some(found)),
+            NetlinkPayload::Overrun(_) => return Ok(None),
+            _ => {}
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the kernel's answer was cut off"))
 }
 
 fn reached(message: &NeighbourMessage) -> Option<(u32, Mac)> {
@@ -261,5 +319,49 @@ fn system(error: Error) -> io::Error {
     match error {
         Error::NetlinkError(message) => message.to_io(),
         other => io::Error::other(other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rtnetlink::packet_core::{DoneMessage, NetlinkHeader};
+
+    use super::*;
+
+    fn answer(
+        flags: u16,
+        payload: NetlinkPayload<RouteNetlinkMessage>,
+    ) -> NetlinkMessage<RouteNetlinkMessage> {
+        let mut message = NetlinkMessage::new(NetlinkHeader::default(), payload);
+        message.header.flags = flags;
+        message
+    }
+
+    #[test]
+    fn only_a_list_that_ends_and_did_not_change_is_taken_for_whole() {
+        let link = |flags| {
+            let message = RouteNetlinkMessage::NewLink(LinkMessage::default());
+            answer(flags, NetlinkPayload::InnerMessage(message))
+        };
+        let done = |flags, code| {
+            let mut done = DoneMessage::default();
+            done.code = code;
+            answer(flags, NetlinkPayload::Done(done))
+        };
+        let overrun = || answer(0, NetlinkPayload::Overrun(Vec::new()));
+        let intr = NLM_F_DUMP_INTR;
+        for (sentence, answers, links) in [
+            ("whole", vec![link(0), link(0), done(0, 0)], Ok(Some(2))),
+            ("none", vec![done(0, 0)], Ok(Some(0))),
+            ("changed early", vec![link(intr), link(0), done(0, 0)], Ok(None)),
+            ("changed at the end", vec![link(0), done(intr, 0)], Ok(None)),
+            ("lost", vec![link(0), overrun()], Ok(None)),
+            ("given up", vec![link(0), done(0, -libc::ENOMEM)], Err(Some(libc::ENOMEM))),
+            ("cut off", vec![link(0)], Err(None)),
+            ("no answer", Vec::new(), Err(None)),
+        ] {
+            let found = whole(answers).map(|list| list.map(|list| list.len()));
+            assert_eq!(found.map_err(|error| error.raw_os_error()), links, "{sentence}");
+        }
     }
 }

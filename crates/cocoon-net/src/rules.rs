@@ -229,7 +229,8 @@ pub(crate) struct Rows {
 impl Rows {
     /// The command whose answer [`Rows::parse`] reads.
     pub(crate) fn list(bridge: &str) -> String {
-        format!("list table bridge {}", table_name(bridge))
+        let [_, taps] = list_tables(bridge);
+        taps
     }
 
     /// The rows in an answer to [`Rows::list`].

@@ -539,6 +539,47 @@ fn a_daemon_refuses_a_taken_folder_a_corrupt_lease_file_and_a_subnet_in_use() {
     });
 }
 
+#[test]
+fn a_copy_of_a_state_folder_touches_nothing_of_the_original_while_its_daemon_lives() {
+    on_a_fresh_host(
+        "a_copy_of_a_state_folder_touches_nothing_of_the_original_while_its_daemon_lives",
+        async || {
+            let folder = tempfile::tempdir().unwrap();
+            let original = network(&folder.path().join("original"));
+            let daemon = Daemon::start(&original).await;
+            ok("cp", &format!("-a {0}/original {0}/copy", folder.path().display()));
+            let copy = network(&folder.path().join("copy"));
+            std::fs::remove_file(&copy.control_socket).unwrap();
+            // No VM yet: only the bridge is there to be lost.
+            let refused = bridge::teardown(&copy, true).await.unwrap_err().to_string();
+            assert!(refused.contains("cocoon0") && refused.contains("another state folder"), "{refused}");
+            let guest = Guest::new(&original, VM_A, MAC_A).await;
+            assert!(guest.dhcp().await.0);
+            let (links, rows) = (ok("ip", "-o link show"), filter());
+            // It knows VM A by its id, or by nothing, and has one of its own.
+            links::detach(&copy, VM_A).await.unwrap();
+            links::collect(&copy, &BTreeSet::new()).await.unwrap();
+            for vm in [VM_A, VM_B] {
+                let refused = links::attach(&copy, vm, 0, MAC_B).await.unwrap_err().to_string();
+                assert!(refused.contains("another state folder") && refused.contains("/copy/"), "{refused}");
+            }
+            assert!(matches!(bridge::teardown(&copy, true).await, Err(BridgeError::OfAnother { .. })));
+            assert_eq!((ok("ip", "-o link show"), filter()), (links, rows));
+            ok("busybox", &format!("ping -c 1 -W 2 {}", guest.address().await.unwrap()));
+            // Without its daemon, the one that comes next has the network.
+            daemon.stop().await;
+            let daemon = Daemon::start(&copy).await;
+            links::detach(&original, VM_A).await.unwrap();
+            assert!(ok("ip", "-o link show").contains("btaaaaaaaa-0"));
+            links::detach(&copy, VM_A).await.unwrap();
+            assert!(!ok("ip", "-o link show").contains("btaaaaaaaa-0"));
+            drop(guest);
+            daemon.stop().await;
+            bridge::teardown(&copy, false).await.unwrap();
+        },
+    );
+}
+
 /// A second network for the same host.
 fn another(folder: &Path) -> NetworkConfig {
     NetworkConfig {
