@@ -64,7 +64,7 @@ enum Role {
     #[command(
         after_help = "Example:\n  cocoon net teardown\n\n`cocoon up` starts and ends the network by itself."
     )]
-    Net(crate::net_cmd::NetArgs),
+    Net(Box<crate::net_cmd::NetArgs>),
     /// Virtual machines.
     #[command(
         after_help = "Examples:\n  cocoon vm run --name demo cocoon-demo:1\n  cocoon vm exec demo -- uname -a"
@@ -143,7 +143,7 @@ fn command() -> clap::Command {
         .get_arguments()
         .map(|arg| arg.get_id().clone())
         .collect();
-    let command = ["vm", "snapshot", "image"].into_iter().fold(Cli::command(), |command, group| {
+    let command = ["vm", "snapshot", "image", "net"].into_iter().fold(Cli::command(), |command, group| {
         command.mut_subcommand(group, |group| {
             shared.iter().fold(group, |group, id| group.mut_arg(id.clone(), |arg| arg.global(true)))
         })
@@ -178,9 +178,9 @@ impl Cli {
                 crate::up::run(&args).await.map(|()| Exit::SUCCESS)
             }
             Role::Net(args) => {
-                misplaced(&Flags { log_level: None, ..self.flags.clone() }, "net")?;
-                cocoon_kit::telemetry::init(self.flags.log_level.as_deref().unwrap_or("info"));
-                crate::net_cmd::run(&args).await.map(|()| Exit::SUCCESS)
+                let settings = args.settings(args.flags.clone().or(self.flags))?;
+                cocoon_kit::telemetry::init(&settings.log_level);
+                crate::net_cmd::run(&args, &settings).await.map(|()| Exit::SUCCESS)
             }
             Role::Vm(group) => vm::run(group.command, &settings(group.flags)?).await,
             Role::Snapshot(group) => snapshot::run(group.command, &settings(group.flags)?).await,

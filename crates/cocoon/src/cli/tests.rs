@@ -16,7 +16,8 @@ fn flags_of(line: &str) -> Flags {
         Role::Snapshot(group) => group.flags,
         Role::Image(group) => group.flags,
         Role::Gc { flags } => flags,
-        Role::Version | Role::Up(_) | Role::Net(_) => Flags::default(),
+        Role::Net(args) => args.flags,
+        Role::Version | Role::Up(_) => Flags::default(),
     };
     after.or(cli.flags)
 }
@@ -114,6 +115,9 @@ fn global_flags_may_stand_before_or_after_the_command_and_the_later_one_wins() {
         "vm list --root-dir /b --root-dir /a",
         "snapshot ls --root-dir /a",
         "image ls --root-dir=/a",
+        "net teardown --root-dir /a",
+        "net --root-dir /a daemon",
+        "--root-dir /a net teardown --force",
     ] {
         assert_eq!(flags_of(line).root_dir.as_deref(), Some(std::path::Path::new("/a")), "{line}");
     }
@@ -125,6 +129,22 @@ fn global_flags_may_stand_before_or_after_the_command_and_the_later_one_wins() {
     assert!(
         all.config.is_some() && all.boot_bundle.is_some() && all.network_dir.is_some() && all.qemu.is_some()
     );
+}
+
+#[test]
+fn a_network_command_finds_its_folder_as_the_others_do_unless_it_names_one() {
+    for (line, folder) in [
+        ("net teardown --root-dir /a", "/a/net"),
+        ("--root-dir /a net daemon", "/a/net"),
+        ("net teardown --root-dir /a --network-dir /n", "/n"),
+        ("net teardown --root-dir /a --state-dir /s", "/s"),
+        ("--network-dir /n net daemon --state-dir /s", "/s"),
+    ] {
+        let cli = parse(words(line)).unwrap_or_else(|error| panic!("{line}: {error}"));
+        let Role::Net(args) = cli.role else { panic!("{line}") };
+        let settings = args.settings(args.flags.clone().or(cli.flags)).unwrap();
+        assert_eq!(settings.network_dir, std::path::Path::new(folder), "{line}");
+    }
 }
 
 #[test]
