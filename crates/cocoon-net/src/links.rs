@@ -30,6 +30,9 @@ use crate::{
 const NAME_TRIES: u32 = 20;
 const NAME_PAUSE: Duration = Duration::from_millis(50);
 
+const TAKEN: &str =
+    "creation (the name is taken, as by the same VM of a copied data folder; end that one first)";
+
 /// Why a tap could not be made or removed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -140,9 +143,9 @@ pub async fn detach(network: &NetworkConfig, vm_id: &str) -> Result<(), LinkErro
     let alias = names::tap_alias(vm_id);
     let netlink = open(&prefix)?;
     let links = netlink.links().await.map_err(kernel("listing interfaces", &prefix))?;
-    for link in
-        links.iter().filter(|link| link.alias.as_deref() == Some(&alias) && link.name.starts_with(&prefix))
-    {
+    // By its network too: a copied data folder has the same ids, on another bridge as well.
+    let own = |link: &Link| link.alias.as_deref() == Some(&alias) && mac_of(network, link).is_some();
+    for link in links.iter().filter(|link| own(link) && link.name.starts_with(&prefix)) {
         netlink.delete(link.index).await.map_err(kernel("removal", &link.name))?;
     }
     // Another VM whose id begins alike may own rows under the same prefix: those taps still exist. Rows come first, as
@@ -270,6 +273,9 @@ async fn open_tap(name: &str) -> Result<OwnedFd, LinkError> {
             Err(error) if tries < NAME_TRIES && error.raw_os_error() == Some(libc::EBUSY) => {
                 tries += 1;
                 tokio::time::sleep(NAME_PAUSE).await;
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                return Err(kernel(TAKEN, name)(error));
             }
             result => return result.map_err(kernel("creation", name)),
         }

@@ -602,10 +602,13 @@ fn two_networks_live_side_by_side_and_the_last_one_restores_the_host() {
         assert!(guests.0.dhcp().await.0 && guests.1.dhcp().await.0);
         assert_eq!(guests.1.address().await.unwrap().octets()[..3], [10, 78, 0]);
         links::collect(&one, &BTreeSet::from([VM_A.to_owned()])).await.unwrap();
+        links::detach(&one, VM_B).await.unwrap();
         assert!(
             ok("ip", "-o link show").contains("btbbbbbbbb-0"),
-            "the other network's tap is not ours to collect"
+            "the other network's tap is not ours to collect, nor to remove by its VM's id"
         );
+        let taken = links::attach(&one, VM_B, 0, MAC_B).await.unwrap_err().to_string();
+        assert!(taken.contains("btbbbbbbbb-0") && taken.contains("copied data folder"), "{taken}");
         drop(guests);
         daemons.0.stop().await;
         daemons.1.stop().await;
