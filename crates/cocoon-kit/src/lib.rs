@@ -6,6 +6,7 @@
 //! - [`files`]: durable file replacement (write, sync, rename, sync the folder) and file locks;
 //! - [`tls`]: a small certificate authority, TLS configurations, and who a certificate is of;
 //! - [`door`]: who gets a place at a TLS port, and for how long without being known;
+//! - [`head`]: the answer to a HEAD, over every version of HTTP;
 //! - [`failure`]: an error and its causes as one sentence;
 //! - [`telemetry`]: one place that sets up logging to stderr.
 //!
@@ -15,6 +16,7 @@ pub mod backoff;
 pub mod door;
 pub mod failure;
 pub mod files;
+pub mod head;
 pub mod tasks;
 pub mod telemetry;
 pub mod tls;

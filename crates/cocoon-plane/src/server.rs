@@ -5,7 +5,10 @@
 
 use std::{convert::Infallible, io, sync::Arc, time::Duration};
 
-use cocoon_kit::door::{Arrival, Door, Entered, Known, Limits};
+use cocoon_kit::{
+    door::{Arrival, Door, Entered, Known, Limits},
+    head,
+};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
     server::conn::auto::Builder,
@@ -59,7 +62,11 @@ async fn connection(inner: Arc<Inner>, arrival: Arrival, shutdown: CancellationT
     let service = hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
         let (inner, user, closing, known) =
             (Arc::clone(&inner), user.clone(), closing.clone(), known.clone());
-        async move { Ok::<_, Infallible>(identified(inner, user, request, closing, &known).await) }
+        async move {
+            let method = request.method().clone();
+            let answer = identified(inner, user, request, closing, &known).await;
+            Ok::<_, Infallible>(head::answer(&method, answer))
+        }
     });
     let mut builder = Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(BUFFER);

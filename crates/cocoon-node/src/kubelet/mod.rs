@@ -19,6 +19,7 @@ use std::{convert::Infallible, io, net, sync::Arc, time::Duration};
 use bytes::Bytes;
 use cocoon_kit::{
     door::{Arrival, Door, Entered, Known, Limits, Refused},
+    head,
     tls::Subject,
 };
 use http::{Method, Request, Response, StatusCode, header};
@@ -103,9 +104,13 @@ impl Server {
     async fn connection(self, arrival: Arrival) {
         let Some(Entered { stream, subject, stay }) = arrival.enter().await else { return };
         let (caller, known) = (Arc::new(subject), stay.known());
-        let service = hyper::service::service_fn(move |request| {
+        let service = hyper::service::service_fn(move |request: Request<Incoming>| {
             let (server, caller, known) = (self.clone(), Arc::clone(&caller), known.clone());
-            async move { Ok::<_, Infallible>(server.answer(Option::as_ref(&caller), &known, request).await) }
+            async move {
+                let method = request.method().clone();
+                let answer = server.answer(Option::as_ref(&caller), &known, request).await;
+                Ok::<_, Infallible>(head::answer(&method, answer))
+            }
         });
         let mut http = Builder::new(TokioExecutor::new());
         http.http1().timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(HANDSHAKE);
