@@ -9,3 +9,4 @@ pub mod cli;
 pub mod net_cmd;
 pub mod registry;
 pub mod up;
+mod version;

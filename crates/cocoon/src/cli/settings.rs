@@ -17,6 +17,8 @@ use cocoon_kit::world::RealWorld;
 use cocoon_net::config::NetworkConfig;
 use serde::Deserialize;
 
+use crate::version;
+
 /// How long a fresh guest may take; software emulation on a busy machine is slow.
 const BOOT_TIMEOUT: u64 = 120;
 const STOP_TIMEOUT: u64 = 30;
@@ -192,6 +194,7 @@ impl Settings {
     /// The engine on these folders.
     pub async fn engine(&self, memory: MemoryRecipe) -> anyhow::Result<Engine> {
         need_root()?;
+        version::check(&self.root_dir)?;
         let config = EngineConfig {
             root_dir: self.root_dir.clone(),
             run_dir: self.run_dir.clone(),
@@ -212,6 +215,7 @@ impl Settings {
             return self.engine(memory).await.map(Some);
         }
         need_root()?;
+        version::check(&self.root_dir)?;
         super::output::note(format_args!(
             "note: {} has nothing of cocoon yet; another data folder is named with --root-dir",
             self.root_dir.display()

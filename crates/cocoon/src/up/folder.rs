@@ -13,9 +13,7 @@ use cocoon_kit::files::{self, Lock};
 use thiserror::Error;
 
 use super::spare;
-
-/// The layout that this program reads and writes.
-const VERSION: &str = "1";
+use crate::version::{self, VersionError};
 
 /// Names the registry folders that were used, one a line.
 const REGISTRIES: &str = "registries";
@@ -34,15 +32,8 @@ pub(super) enum FolderError {
         source: io::Error,
     },
     /// Another release wrote it.
-    #[error(
-        "data folder {folder} has version {found}, this program reads version {VERSION}; use the matching release or another --data-dir"
-    )]
-    Version {
-        /// Which.
-        folder: String,
-        /// What its version file says.
-        found: String,
-    },
+    #[error(transparent)]
+    Version(#[from] VersionError),
     /// The saved states are not where they were.
     #[error(
         "registry folder {registry} was used by this data folder and is not an OCI layout any more; mount or move it back, or take its line out of {marker} to begin with an empty one"
@@ -71,10 +62,11 @@ pub(super) struct DataFolder {
 }
 
 impl DataFolder {
-    /// Creates or opens `path` (0700), takes its lock, checks its version.
+    /// Creates or opens `path` (0700) and takes its lock; one of another version stays as it is.
     pub(super) fn open(path: &Path) -> Result<Self, FolderError> {
         let folder = || path.display().to_string();
         let on_io = |source| FolderError::Io { folder: folder(), source };
+        version::check(path)?;
         files::private_folder(path).and_then(|()| close(path)).map_err(on_io)?;
         let path = &path.canonicalize().map_err(on_io)?;
         let lock_path = path.join("up.lock");
@@ -83,8 +75,8 @@ impl DataFolder {
             let holder = if holder.is_empty() { "unknown".to_owned() } else { holder };
             return Err(FolderError::InUse { folder: folder(), holder });
         };
-        check_version(path)?;
         spare::give(path).map_err(on_io)?;
+        version::note(path)?;
         lock.file()
             .set_len(0)
             .and_then(|()| io::Write::write_all(&mut lock.file(), std::process::id().to_string().as_bytes()))
@@ -157,20 +149,6 @@ fn close(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn check_version(path: &Path) -> Result<(), FolderError> {
-    let folder = || path.display().to_string();
-    let file = path.join("version");
-    match std::fs::read_to_string(&file) {
-        Ok(found) if found.trim() == VERSION => Ok(()),
-        Ok(found) => Err(FolderError::Version { folder: folder(), found: found.trim().to_owned() }),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            files::replace(&file, format!("{VERSION}\n").as_bytes(), 0o600)
-                .map_err(|source| FolderError::Io { folder: folder(), source })
-        }
-        Err(source) => Err(FolderError::Io { folder: folder(), source }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -218,9 +196,10 @@ mod tests {
     fn a_folder_of_another_version_is_refused_and_untouched() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("version"), "7\n").unwrap();
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
         let refused = DataFolder::open(folder.path()).unwrap_err().to_string();
         assert!(refused.contains("version 7"), "{refused}");
-        assert_eq!(std::fs::read_to_string(folder.path().join("version")).unwrap(), "7\n");
-        assert!(!folder.path().join("run").exists());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "the version and nothing more");
+        assert_eq!(folder.path().metadata().unwrap().permissions().mode() & 0o777, 0o755);
     }
 }

@@ -121,7 +121,9 @@ fn a_data_folder_of_another_version_is_refused_and_untouched() {
     std::fs::write(lab.data().join("version"), "99\n").unwrap();
     let error = format!("{:#}", lab.up().unwrap_err());
     assert!(error.contains("version 99") && error.contains("--data-dir"), "{error}");
-    assert_eq!(std::fs::read_dir(lab.data()).unwrap().count(), 2, "version and lock, nothing more");
+    let said = lab.cocoon_said(&["image", "list"]).unwrap();
+    assert!(said.code == 1 && said.stderr.contains("version 99"), "{}", said.stderr);
+    assert_eq!(std::fs::read_dir(lab.data()).unwrap().count(), 1, "the version and nothing more");
 }
 
 #[test]
