@@ -14,6 +14,7 @@ use crate::{
     digest,
     manifest::{Document, MAX_MANIFEST, TITLE, pick},
     media::{self, DiskFormat, Kind},
+    patience::{answered, lively},
     reference::local,
     registry::{Manifest, Registry},
     snapshot::PullError,
@@ -93,7 +94,9 @@ pub async fn open(
     let name = local(repository, reference);
     let failed = |source| PullError::Registry { reference: name.clone(), source };
     let invalid = |message: String| PullError::Invalid { reference: name.clone(), message };
-    let get = async |reference: &str| registry.get_manifest(repository, reference).await.map_err(failed);
+    let get = async |reference: &str| {
+        answered(&name, registry.get_manifest(repository, reference)).await.map_err(failed)
+    };
     let mut manifest = get(reference).await?.ok_or_else(|| PullError::NotFound(name.clone()))?;
     let mut document = parse(&manifest).map_err(invalid)?;
     if document.is_index() && document.artifact_type.is_empty() {
@@ -137,8 +140,11 @@ fn part_blocks<'a>(
         let (mut body, left) = match step {
             Step::Read(body, left) => (body, left),
             Step::Open(part) => {
-                let found = registry.get_blob(repository, &part.digest).await.map_err(io::Error::other)?;
-                (found.ok_or_else(|| bad(format!("blob {} is missing", part.digest)))?, part.size)
+                let named = format!("blob {}", part.digest);
+                let found = answered(&named, registry.get_blob(repository, &part.digest)).await;
+                let body =
+                    found.map_err(io::Error::other)?.ok_or_else(|| bad(format!("{named} is missing")))?;
+                (lively(body, &named), part.size)
             }
         };
         let mut block = Vec::with_capacity(256 << 10);

@@ -20,6 +20,7 @@ pub mod layout;
 pub mod manifest;
 pub mod media;
 pub mod memory;
+mod patience;
 pub mod reference;
 pub mod registry;
 pub mod snapshot;

@@ -199,10 +199,7 @@ pub async fn pull_stream(
     tar: impl AsyncWrite + Send + Unpin,
 ) -> Result<Facts, PullError> {
     let source = Source::new(registry, repository, reference, &dress.options);
-    let found = registry.get_manifest(repository, reference).await;
-    let found =
-        found.map_err(|error| PullError::Registry { reference: source.name.clone(), source: error })?;
-    match found {
+    match source.manifest(reference).await? {
         Some(manifest) if !crate::snapshot::is_consumed(&manifest.bytes) => {
             write_tar(&source, manifest, dress, tar).await
         }

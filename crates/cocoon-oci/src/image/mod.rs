@@ -25,6 +25,7 @@ use crate::{
     json::{Node, parse},
     manifest::{Descriptor, Document, MAX_MANIFEST, exact},
     media::{self, Kind},
+    patience::{answered, lively},
     registry::{Registry, RegistryError},
 };
 
@@ -113,11 +114,12 @@ impl ImageSource {
         let raw: Box<dyn std::io::Read + Send> = match &self.origin {
             Origin::Archive(slices) => Box::new(slices.open(index)),
             Origin::Registry { registry, repository, runtime } => {
-                let found = runtime.block_on(registry.get_blob(repository, &layer.digest));
+                let named = format!("layer {}", layer.digest);
+                let found = runtime.block_on(answered(&named, registry.get_blob(repository, &layer.digest)));
                 let body = found
                     .map_err(|source| ImageError::Registry { reference: self.name.clone(), source })?
                     .ok_or_else(|| invalid(&self.name, format!("layer {} is missing", layer.digest)))?;
-                Box::new(tokio_util::io::SyncIoBridge::new_with_handle(body, runtime.clone()))
+                Box::new(tokio_util::io::SyncIoBridge::new_with_handle(lively(body, &named), runtime.clone()))
             }
         };
         LayerReader::new(raw, layer, self.max_layer).map_err(|source| ImageError::Archive {
@@ -140,7 +142,9 @@ pub async fn from_registry(
 ) -> Result<ImageSource, ImageError> {
     let name = crate::reference::local(repository, reference);
     let failed = |source| ImageError::Registry { reference: name.clone(), source };
-    let get = async |reference: &str| registry.get_manifest(repository, reference).await.map_err(failed);
+    let get = async |reference: &str| {
+        answered(&name, registry.get_manifest(repository, reference)).await.map_err(failed)
+    };
     let mut found = get(reference).await?.ok_or_else(|| ImageError::NotFound(name.clone()))?;
     let mut document = parse_manifest(&name, &found.bytes)?;
     if document.is_index() {
@@ -168,10 +172,11 @@ async fn read_config(
 ) -> Result<Bytes, ImageError> {
     let size = config_size(name, descriptor)?;
     let failed = |source| ImageError::Registry { reference: name.to_owned(), source };
-    let body = registry.get_blob(repository, &descriptor.digest).await.map_err(failed)?;
+    let named = format!("config {}", descriptor.digest);
+    let body = answered(&named, registry.get_blob(repository, &descriptor.digest)).await.map_err(failed)?;
     let body = body.ok_or_else(|| invalid(name, format!("its config {} is missing", descriptor.digest)))?;
     let mut bytes = Vec::new();
-    let read = body.take(size + 1).read_to_end(&mut bytes).await;
+    let read = lively(body, &named).take(size + 1).read_to_end(&mut bytes).await;
     read.map_err(|error| {
         failed(RegistryError::unavailable(format!("reading {}", descriptor.digest), error))
     })?;

@@ -21,6 +21,7 @@ use crate::{
     digest,
     manifest::{Document, MAX_MANIFEST, pick},
     media::{self, Kind},
+    patience::{answered, lively},
     reference::local,
     registry::{Body, Manifest, Registry, RegistryError},
 };
@@ -90,12 +91,17 @@ impl<'a> Source<'a> {
 
     /// Finds a tag or digest. `None`: not there, or consumed.
     pub(crate) async fn find(&self, reference: &str) -> Result<Option<Found>, PullError> {
-        let found = self.registry.get_manifest(self.repository, reference).await;
-        match found.map_err(|error| self.failed(error))? {
+        match self.manifest(reference).await? {
             None => Ok(None),
             Some(manifest) if is_consumed(&manifest.bytes) => Ok(None),
             Some(manifest) => self.read(manifest).await.map(Some),
         }
+    }
+
+    /// A manifest as the registry has it.
+    pub(crate) async fn manifest(&self, reference: &str) -> Result<Option<Manifest>, PullError> {
+        let found = answered(&self.name, self.registry.get_manifest(self.repository, reference)).await;
+        found.map_err(|error| self.failed(error))
     }
 
     /// Reads a manifest (through an index, if it is one) and its config.
@@ -106,8 +112,7 @@ impl<'a> Source<'a> {
             let child =
                 pick(&document.manifests).ok_or_else(|| self.invalid("its index has no usable platform"))?;
             child.checked_size().map_err(|why| self.invalid(format!("index: {why}")))?;
-            let found = self.registry.get_manifest(self.repository, &child.digest).await;
-            let found = found.map_err(|error| self.failed(error))?;
+            let found = self.manifest(&child.digest).await?;
             manifest =
                 found.ok_or_else(|| self.invalid(format!("the manifest {} is missing", child.digest)))?;
             if digest::of(&manifest.bytes) != child.digest {
@@ -139,9 +144,11 @@ impl<'a> Source<'a> {
     }
 
     async fn open(&self, piece: &Piece, what: &str) -> Result<Body, PullError> {
-        let body = self.registry.get_blob(self.repository, &piece.digest).await;
+        let named = format!("{what}, blob {}", piece.digest);
+        let body = answered(&named, self.registry.get_blob(self.repository, &piece.digest)).await;
         let body = body.map_err(|error| self.failed(error))?;
-        body.ok_or_else(|| self.invalid(format!("{what}: blob {} is missing", piece.digest)))
+        let body = body.ok_or_else(|| self.invalid(format!("{what}: blob {} is missing", piece.digest)))?;
+        Ok(lively(body, &named))
     }
 
     /// Why a body could not be read: what it is not is the artifact's fault, the rest is the registry's.
