@@ -15,7 +15,7 @@ use std::{
 use cocoon_engine::{
     engine::MemoryRecipe,
     error::ChangeError,
-    model::{CloneIdentity, RunSpec, Vm, VmState},
+    model::{CloneIdentity, Vm, VmState},
 };
 use support::{Host, MIB, on_a_fresh_host, until};
 
@@ -203,16 +203,8 @@ fn a_file_system_without_inodes_is_told_as_that_and_not_as_one_without_bytes() {
         let made =
             (0..1000).take_while(|file| std::fs::write(folder.join(file.to_string()), "").is_ok()).count();
         assert!(made < 200, "{made} files on a file system of 200");
-        let spec = RunSpec {
-            name: "vm-a".into(),
-            image: "tiny".into(),
-            cpu: 1,
-            memory: 256 * MIB,
-            storage: 256 * MIB,
-            nics: 0,
-        };
         let staged = host.engine.snapshot_staging().await.map(drop).unwrap_err();
-        let booted = host.engine.run(spec).await.map(drop).unwrap_err();
+        let booted = host.engine.run(support::tiny("vm-a")).await.map(drop).unwrap_err();
         for error in [&booted as &(dyn std::error::Error + 'static), &staged] {
             let text = support::chain(error);
             assert!(text.contains("has no inodes for more files ("), "{text}");

@@ -411,15 +411,8 @@ fn what_a_kill_leaves_is_taken_down_by_the_next_engine() {
         let host = Host::new().await;
         // The run is dropped at several moments; each time all of it goes and the name is free again.
         for delay in [5, 60, 200, 800, 2000] {
-            let spec = RunSpec {
-                name: "vm-a".into(),
-                image: "tiny".into(),
-                cpu: 1,
-                memory: 256 * MIB,
-                storage: 256 * MIB,
-                nics: 0,
-            };
-            let dropped = tokio::time::timeout(Duration::from_millis(delay), host.engine.run(spec)).await;
+            let run = host.engine.run(support::tiny("vm-a"));
+            let dropped = tokio::time::timeout(Duration::from_millis(delay), run).await;
             if let Ok(made) = dropped {
                 println!("FIGURE a boot was done before it was dropped after {delay} ms");
                 host.engine.remove(&made.unwrap().id, true).await.unwrap();
@@ -456,12 +449,9 @@ fn bad_requests_get_one_clear_error_and_leave_nothing() {
     on_a_fresh_host("bad_requests_get_one_clear_error_and_leave_nothing", || async {
         let host = Host::new().await;
         let spec = |name: &str, image: &str, memory: u64| RunSpec {
-            name: name.into(),
             image: image.into(),
-            cpu: 1,
             memory,
-            storage: 256 * MIB,
-            nics: 0,
+            ..support::tiny(name)
         };
         let error = host.engine.run(spec("vm-a", "nope", 256 * MIB)).await.unwrap_err();
         assert!(matches!(&error, BringUpError::ImageNotResolved(image) if image == "nope"), "{error}");

@@ -182,7 +182,7 @@ async fn nothing_is_left(host: &Host) {
 }
 
 fn spec(nics: usize) -> RunSpec {
-    RunSpec { name: "vm-a".into(), image: "tiny".into(), cpu: 1, memory: 256 * MIB, storage: 256 * MIB, nics }
+    RunSpec { nics, ..support::tiny("vm-a") }
 }
 
 #[test]

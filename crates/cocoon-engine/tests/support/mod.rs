@@ -97,8 +97,7 @@ impl Host {
 
     pub(crate) async fn run(&self, name: &str, memory: u64) -> Vm {
         let nics = usize::from(self.network.is_some());
-        let spec =
-            RunSpec { name: name.into(), image: "tiny".into(), cpu: 1, memory, storage: 256 * MIB, nics };
+        let spec = RunSpec { memory, nics, ..tiny(name) };
         let vm = self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)));
         SEEN.lock().unwrap().push(vm.id.clone());
         vm
@@ -133,14 +132,7 @@ impl Host {
         let image = self.folder.path().join("init.tar");
         image_with(&image, Some("#!/bin/busybox sh\nwhile :; do sleep 1000; done\n"));
         self.engine.image_import("init", &[image]).await.unwrap_or_else(|error| panic!("{}", chain(&error)));
-        let spec = RunSpec {
-            name: name.into(),
-            image: "init".into(),
-            cpu: 1,
-            memory: 256 * MIB,
-            storage: 256 * MIB,
-            nics,
-        };
+        let spec = RunSpec { image: "init".into(), nics, ..tiny(name) };
         self.engine.run(spec).await.unwrap_or_else(|error| panic!("run {name}: {}", chain(&error)));
         self.sh(name, "(usleep 300000; kill -STOP $(pidof agent)) >/dev/null 2>&1 &").await;
         // One that is only slow would answer the second time.
@@ -339,17 +331,15 @@ fn starting() -> Vec<u32> {
         .collect()
 }
 
+/// A VM of the small image, with one processor and no network.
+pub(crate) fn tiny(name: &str) -> RunSpec {
+    let (memory, storage) = (256 * MIB, 256 * MIB);
+    RunSpec { name: name.into(), image: "tiny".into(), cpu: 1, memory, storage, nics: 0 }
+}
+
 /// The other process of [`killed_while_running`].
 pub(crate) async fn run_for_another_test() {
     let folder = std::env::var_os(FOLDER).expect("it is started by `killed_while_running` alone");
     let engine = Engine::open(config(Path::new(&folder)), Arc::new(RealWorld)).await.unwrap();
-    let spec = RunSpec {
-        name: "vm-killed".into(),
-        image: "tiny".into(),
-        cpu: 1,
-        memory: 256 * MIB,
-        storage: 256 * MIB,
-        nics: 0,
-    };
-    let _ = engine.run(spec).await;
+    let _ = engine.run(tiny("vm-killed")).await;
 }
