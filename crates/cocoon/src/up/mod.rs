@@ -13,7 +13,7 @@ mod spare;
 use std::{
     io::Write as _,
     net::{Ipv4Addr, SocketAddr},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::Child,
     sync::Arc,
     time::Duration,
@@ -143,6 +143,7 @@ pub async fn run(args: &UpArgs) -> anyhow::Result<()> {
             served = serve(args, opened, daemon, &tasks, begun) => served,
         },
     };
+    let served = served.map_err(|error| spare::explained(folder.path(), error));
     tasks.shutdown(Duration::from_secs(30)).await;
     let left = leave(&engine, &network).await;
     served.and(left)
@@ -212,7 +213,7 @@ async fn serve(
     let (token, kubelet) = (tasks.token(), kubelet.into_std().context("kubelet port")?);
     tasks.spawn("node", Kind::Vital, async move { Ok(node.run(kubelet, token).await?) }).await;
 
-    wait_for_node(&client, &node_name, started, tasks).await?;
+    wait_for_node(&client, &node_name, started, &args.data_dir, tasks).await?;
     say(&format!("export KUBECONFIG={}", kubeconfig.display()));
     say(&format!("ready in {:.2} s", begun.elapsed().as_secs_f64()));
     bail!(tasks.ended().await.unwrap_or_else(|| "a part ended".into()))
@@ -363,11 +364,12 @@ async fn wait_for_node(
     client: &kube::Client,
     name: &str,
     started: Timestamp,
+    folder: &Path,
     tasks: &Tasks,
 ) -> anyhow::Result<()> {
     let nodes = kube::Api::<NodeObject>::all(client.clone());
     let leases = kube::Api::<Lease>::namespaced(client.clone(), "kube-node-lease");
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let begun = Instant::now();
     loop {
         let lease = leases.get_opt(name).await?;
         let renewed = lease.and_then(|lease| lease.spec?.renew_time).is_some_and(|time| time.0 >= started);
@@ -377,11 +379,17 @@ async fn wait_for_node(
         if tasks.token().is_cancelled() {
             bail!(tasks.ended().await.unwrap_or_else(|| "ended before the node was ready".into()));
         }
-        if Instant::now() > deadline {
-            bail!("node {name} is not ready after 30 s; the log says why");
+        let limit = patience(spare::is_full(folder));
+        if begun.elapsed() > limit {
+            bail!("node {name} is not ready after {} s; the log says why", limit.as_secs());
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
+}
+
+/// How long a node may take. One whose report finds no space on the disk will not be ready later.
+const fn patience(full: bool) -> Duration {
+    Duration::from_secs(if full { 5 } else { 30 })
 }
 
 fn is_ready(node: Option<NodeObject>) -> bool {

@@ -48,13 +48,18 @@ pub(super) fn give(folder: &Path) -> io::Result<()> {
 
 /// The error of a start on a disk that is full says so, whatever failed first.
 pub(super) fn explained(folder: &Path, error: anyhow::Error) -> anyhow::Error {
-    if free(folder).is_ok_and(|free| free < 1 << 20) {
+    if is_full(folder) {
         let folder = folder.display();
         return error.context(format!(
             "the disk of data folder {folder} is full; free some MiB on it, then start again"
         ));
     }
     error
+}
+
+/// Whether nothing more can be written there.
+pub(super) fn is_full(folder: &Path) -> bool {
+    free(folder).is_ok_and(|free| free < 1 << 20)
 }
 
 /// Sets the space aside, and again once there is room; best effort.

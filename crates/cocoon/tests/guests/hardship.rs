@@ -9,7 +9,7 @@ use std::{
     ops::{Deref, DerefMut},
     path::{Path, PathBuf},
     process::Command,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{FlockOperation, flock, statvfs};
@@ -280,6 +280,21 @@ fn cocoon_up_starts_on_a_disk_with_nothing_left_after_a_kill_and_after_an_orderl
     set_aside(&lab);
     lab.stop().unwrap();
     starts_full(&mut lab, "after-an-end");
+}
+
+#[test]
+fn cocoon_up_on_a_full_disk_with_nothing_set_aside_ends_soon_and_names_folder_and_way_out() {
+    let mut lab = Small::start("", 80);
+    assert!(!lab.data().join("spare").exists());
+    lab.kill().unwrap();
+    let filler = lab.fill(0);
+    let begun = Instant::now();
+    let said = format!("{:#}", lab.up().expect_err("a full disk"));
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    let wanted = format!("the disk of data folder {} is full; free some MiB", lab.data().display());
+    assert!(said.contains(&wanted), "{said}");
+    std::fs::remove_file(filler).unwrap();
+    lab.up().expect("cocoon up starts");
 }
 
 #[test]
