@@ -5,7 +5,7 @@ use std::{
     io,
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use async_trait::async_trait;
@@ -17,9 +17,33 @@ use super::{PullError, plan::FilePlan, pull::Sink, sparse::Payload};
 #[derive(Debug)]
 pub(super) struct Unpack {
     folder: PathBuf,
-    made: Vec<PathBuf>,
-    current: Option<(Arc<Payload>, u64)>,
+    made: Arc<Mutex<Made>>,
+    current: Option<(Arc<Payload>, PathBuf, u64)>,
     finished: bool,
+}
+
+/// What a pull made so far. A blocking thread may still be about to make a file when the pull is given up, so
+/// making, noting and giving up are under one lock.
+#[derive(Debug, Default)]
+struct Made {
+    paths: Vec<PathBuf>,
+    given_up: bool,
+}
+
+fn held(made: &Mutex<Made>) -> MutexGuard<'_, Made> {
+    made.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Creates a file and notes it, unless the pull was given up meanwhile.
+fn create(made: &Mutex<Made>, path: &Path, mode: u32, logical: u64) -> io::Result<File> {
+    let mut made = held(made);
+    if made.given_up {
+        return Err(io::Error::new(io::ErrorKind::Interrupted, "the pull was given up; pull again"));
+    }
+    let new = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
+    made.paths.push(path.to_owned());
+    new.set_len(logical)?;
+    Ok(new)
 }
 
 fn failed(path: &Path, source: io::Error) -> PullError {
@@ -45,12 +69,12 @@ impl Unpack {
                 io::Error::new(io::ErrorKind::DirectoryNotEmpty, "the folder is not empty"),
             ));
         }
-        Ok(Self { folder: folder.to_owned(), made: Vec::new(), current: None, finished: false })
+        Ok(Self { folder: folder.to_owned(), made: Arc::default(), current: None, finished: false })
     }
 
     /// Syncs all files and the folder.
     pub(super) async fn finish(mut self) -> Result<(), PullError> {
-        let (made, folder) = (self.made.clone(), self.folder.clone());
+        let (made, folder) = (held(&self.made).paths.clone(), self.folder.clone());
         let sync = move || {
             for path in &made {
                 File::open(path)?.sync_all()?;
@@ -61,16 +85,14 @@ impl Unpack {
         self.finished = true;
         Ok(())
     }
-
-    fn path(&self) -> &Path {
-        self.made.last().unwrap_or(&self.folder)
-    }
 }
 
 impl Drop for Unpack {
     fn drop(&mut self) {
         if !self.finished {
-            for path in &self.made {
+            let mut made = held(&self.made);
+            made.given_up = true;
+            for path in &made.paths {
                 let _ = std::fs::remove_file(path);
             }
         }
@@ -86,32 +108,65 @@ impl Sink for Unpack {
             Some(sparse) => (sparse.logical, Some(sparse.extents.clone())),
             None => (file.payload, None),
         };
-        let target = path.clone();
-        let create = move || {
-            let new = OpenOptions::new().write(true).create_new(true).mode(mode).open(&target)?;
-            new.set_len(logical)?;
-            Ok(new)
-        };
-        let new = blocking(&path, create).await?;
+        let (made, target) = (Arc::clone(&self.made), path.clone());
+        let new = blocking(&path, move || create(&made, &target, mode, logical)).await?;
         let payload = match extents {
             Some(extents) => Payload::new(new, extents),
             None => Payload::whole(new, logical),
         };
-        self.made.push(path);
-        self.current = Some((Arc::new(payload), 0));
+        self.current = Some((Arc::new(payload), path, 0));
         Ok(())
     }
 
     async fn data(&mut self, bytes: Bytes) -> Result<(), PullError> {
-        let Some((payload, at)) = self.current.as_mut() else { return Ok(()) };
-        let (payload, from) = (Arc::clone(payload), *at);
+        let Some((payload, path, at)) = self.current.as_mut() else { return Ok(()) };
+        let (payload, path, from) = (Arc::clone(payload), path.clone(), *at);
         *at += bytes.len() as u64;
-        let path = self.path().to_owned();
         blocking(&path, move || payload.write_all_at(&bytes, from)).await
     }
 
     async fn end(&mut self) -> Result<(), PullError> {
         self.current = None;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn a_pull_that_is_given_up_while_a_file_is_about_to_be_made_leaves_none() {
+        let folder = tempfile::tempdir().unwrap();
+        // One blocking thread, so that what is to be made waits behind something else.
+        let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
+        let (release, busy) = mpsc::channel::<()>();
+        let made = runtime.block_on(async {
+            let mut unpack = Unpack::into_empty(folder.path()).await.unwrap();
+            let _first = tokio::task::spawn_blocking(move || busy.recv());
+            let file = FilePlan {
+                name: "memory-ranges".to_owned(),
+                mode: 0o600,
+                payload: 7,
+                sparse: None,
+                pieces: Vec::new(),
+                zstd: false,
+                ceiling: 7,
+            };
+            {
+                let mut begun = unpack.begin(&file);
+                let waits = futures::poll!(begun.as_mut());
+                assert!(waits.is_pending(), "it waits for the thread");
+            }
+            drop(unpack);
+            release.send(()).unwrap();
+            // The thread works in order: what follows finds what came before done.
+            let path = folder.path().to_owned();
+            let left = tokio::task::spawn_blocking(move || std::fs::read_dir(path).map(Iterator::count));
+            left.await.unwrap().unwrap()
+        });
+        assert_eq!(made, 0, "a file of nobody's");
     }
 }
