@@ -3,11 +3,11 @@
 //! Entry point: [`answer`]. Over HTTP/1.1 hyper leaves the body out by itself, over HTTP/2 it sends it, and then
 //! clients call the stream broken.
 
-use hyper::{
+use http::{
     Method, Response,
-    body::Body,
     header::{self, HeaderValue},
 };
+use http_body::Body;
 
 /// What is sent as the answer to a request of `method`: for HEAD the same without its body, whose length stays
 /// where it is known.

@@ -20,6 +20,11 @@ const MAX_DEPTH: usize = 128;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Inside(PathBuf);
 
+const ABSOLUTE: &str =
+    "absolute path; pack the archive from inside its root, such as with `tar -C ROOTFS -cf FILE .`";
+const PARENT: &str =
+    "the path has a `..`; pack the archive from inside its root, such as with `tar -C ROOTFS -cf FILE .`";
+
 impl Inside {
     /// Takes a member's name as it stands in an archive; the error is the rule that it breaks.
     pub(super) fn parse(raw: &[u8]) -> Result<Self, &'static str> {
@@ -30,13 +35,13 @@ impl Inside {
             return Err("the path has a NUL byte");
         }
         if raw.first() == Some(&b'/') {
-            return Err("absolute path");
+            return Err(ABSOLUTE);
         }
         let mut path = PathBuf::new();
         let mut depth = 0;
         for part in raw.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".") {
             if part == b".." {
-                return Err("the path has a `..`");
+                return Err(PARENT);
             }
             if part.len() > MAX_NAME {
                 return Err("a part of the path is longer than 255 bytes");

@@ -12,7 +12,7 @@ use std::{
 use cocoon_oci::image::{ImageError, ImageSource, open_archive};
 use sha2::{Digest as _, Sha256};
 
-use super::{bare, files::hash};
+use super::{bare, files::hash, tarball};
 use crate::error::{Fault, ImportError};
 
 /// The layers of one image, lowest first. Digests are hex.
@@ -33,7 +33,7 @@ pub(super) fn open(image: &str, paths: Vec<PathBuf>, max_bytes: u64) -> Result<B
         io::ErrorKind::FileTooLarge => ImportError::Hostile {
             image: image.to_owned(),
             entry: "(the whole archive)".to_owned(),
-            reason: "more unpacked bytes than an image may have".to_owned(),
+            reason: tarball::TOO_LONG.to_owned(),
         },
         _ => Fault::new(format!("image {image}: {}", shown(&paths)), error).into(),
     };

@@ -114,7 +114,7 @@ pub(super) fn each(
     budget.bytes = metered.left;
     match result {
         Err(LayerError::Io(error)) if error.kind() == io::ErrorKind::FileTooLarge => {
-            Err(hostile("(the whole archive)", "more unpacked bytes than an image may have"))
+            Err(hostile("(the whole archive)", TOO_LONG))
         }
         other => other,
     }
@@ -130,19 +130,23 @@ fn members(
     for entry in archive.entries()?.raw(true) {
         let mut entry = entry?;
         let header = entry.header().clone();
-        budget.entries = budget
-            .entries
-            .checked_sub(1)
-            .ok_or_else(|| hostile(printable(&entry.path_bytes()), "more entries than an image may have"))?;
+        budget.entries = budget.entries.checked_sub(1).ok_or_else(|| {
+            hostile(
+                printable(&entry.path_bytes()),
+                "more entries than an image may have; drop what the guest does not need",
+            )
+        })?;
         if extension.absorb(header.entry_type(), &mut entry)? {
             continue;
         }
         let member = std::mem::take(&mut extension).member(&header)?;
         let length = member.path.as_path().as_os_str().len() as u64;
-        budget.names = budget
-            .names
-            .checked_sub(length)
-            .ok_or_else(|| hostile(&member.path, "more bytes of names than an image may have"))?;
+        budget.names = budget.names.checked_sub(length).ok_or_else(|| {
+            hostile(
+                &member.path,
+                "more bytes of names than an image may have; drop what the guest does not need",
+            )
+        })?;
         take(member, &mut entry)?;
     }
     Ok(())
@@ -289,13 +293,20 @@ fn kind_of(kind: EntryType, raw: &[u8], link: Option<Vec<u8>>, shown: &str) -> R
             Ok(Kind::Hardlink(inside))
         }
         EntryType::Char | EntryType::Block => Err(hostile(shown, DEVICE)),
-        EntryType::Fifo => Err(hostile(shown, "named pipe")),
+        EntryType::Fifo => Err(hostile(
+            shown,
+            "named pipe; whoever needs it makes it when it starts, so drop it from the archive",
+        )),
         EntryType::GNUSparse => {
             Err(hostile(shown, "sparse entries are not taken; write the archive without --sparse"))
         }
         other => Err(hostile(shown, format!("unknown entry type {:#04x}", other.as_byte()))),
     }
 }
+
+/// What a bomb is refused with.
+pub(super) const TOO_LONG: &str =
+    "more unpacked bytes than an image may have; drop what the guest does not need";
 
 /// Device nodes are never made, and no guest needs them.
 const DEVICE: &str = "device node; a guest mounts a /dev of its own, so drop them from the archive, such as with \

@@ -216,7 +216,10 @@ fn open_folder(at: BorrowedFd<'_>, path: &Path) -> rustix::io::Result<OwnedFd> {
 
 fn refused(path: &Inside, error: Errno) -> LayerError {
     match error {
-        Errno::LOOP => hostile(path, "the path goes through a symbolic link"),
+        Errno::LOOP => hostile(
+            path,
+            "the path goes through a symbolic link; pack it under the folder that the link points to",
+        ),
         Errno::XDEV => hostile(path, "the path leaves the image"),
         Errno::NOTDIR => hostile(path, "the path goes through something that is not a folder"),
         other => other.into(),

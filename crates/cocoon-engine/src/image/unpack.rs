@@ -145,8 +145,10 @@ impl Unpacker {
             Kind::File => self.tree.make_file(&member, body)?,
             Kind::Symlink(target) => {
                 if !path::link_stays_inside(&member.path, target) {
-                    let reason =
-                        format!("symbolic link out of the image, to {:?}", tarball::printable(target));
+                    let reason = format!(
+                        "symbolic link out of the image, to {:?}; point it inside, or drop it from the archive",
+                        tarball::printable(target)
+                    );
                     return Err(hostile(&member.path, reason));
                 }
                 self.tree.make_symlink(&member, &path::os_string(target))?;
@@ -166,7 +168,10 @@ impl Unpacker {
         }
         match place {
             Place::Alone { lowest: false } => Err(LayerError::NeedsLower),
-            _ => Err(hostile(&member.path, format!("hard link to {target}, which the image does not have"))),
+            _ => Err(hostile(
+                &member.path,
+                format!("hard link to {target}, which the image does not have; pack that file before it"),
+            )),
         }
     }
 

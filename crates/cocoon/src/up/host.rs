@@ -27,6 +27,12 @@ pub(super) fn check(qemu: &Path, bundle: &Path) -> anyhow::Result<()> {
         .map(|(program, package)| ((*program).to_owned(), *package))
         .collect();
     if !on_path(qemu) {
+        if qemu.components().count() > 1 {
+            bail!(
+                "--qemu {}: there is no such program; name the one to run, or leave the flag out",
+                qemu.display()
+            );
+        }
         missing.push((qemu.display().to_string(), "qemu-system-x86"));
     }
     if !missing.is_empty() {
