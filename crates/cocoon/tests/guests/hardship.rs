@@ -290,7 +290,8 @@ fn cocoon_up_on_a_full_disk_with_nothing_set_aside_ends_soon_and_names_folder_an
     let filler = lab.fill(0);
     let begun = Instant::now();
     let said = format!("{:#}", lab.up().expect_err("a full disk"));
-    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    // A node that cannot report is waited for 30 s elsewhere.
+    assert!(begun.elapsed() < Duration::from_secs(28), "{:?}", begun.elapsed());
     let wanted = format!("the disk of data folder {} is full; free some MiB", lab.data().display());
     assert!(said.contains(&wanted), "{said}");
     std::fs::remove_file(filler).unwrap();
