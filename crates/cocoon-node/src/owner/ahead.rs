@@ -74,6 +74,24 @@ async fn where_a_pause_may_only_be_short_a_shorter_push_counts_as_long() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_a_guest_does_after_its_push_was_cut_off_goes_ahead_too() {
+    let (stage, vm) = large().await;
+    let stage = stage.with_pause_limit(Duration::from_secs(30));
+    stage.fake.world().slow.insert("push".into(), Duration::from_secs(1000));
+    stage.annotate("u1", &[(HIBERNATE, Some("true"))]);
+    stage.until("cut off", |stage| stage.told(Reason::HibernatePauseLimit)).await;
+    stage.until("goes on", |stage| stage.fake.world().vms[&vm].view.phase == VmPhase::Running).await;
+    assert_eq!(stage.fake.calls("blobs"), 1);
+    stage.fake.live();
+    stage.fake.world().slow.clear();
+    stage.until_lifecycle("u1", "hibernated").await;
+    let ahead = stage.fake.world().ahead.clone();
+    assert!(ahead.len() == 2 && ahead[1] > ahead[0], "{ahead:?}");
+    assert_eq!(live_copies(&stage), 0);
+    stage.assert_sound();
+}
+
+#[tokio::test(start_paused = true)]
 async fn whatever_fails_ahead_only_skips_it_with_one_event() {
     for (call, reason) in [
         ("save", Reason::DiskFull),

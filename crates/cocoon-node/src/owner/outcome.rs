@@ -82,6 +82,8 @@ impl Owner {
         if counted.is_some() && record.phase.captured().is_none() {
             // The guest is about to go on, or did: this process's own memory of the capture is stale, too.
             self.o.captured_now = None;
+            // What it does from here on is in no push that went ahead.
+            self.o.prepushed = false;
         }
         self.say_if_derived(record);
         self.say_if_hibernating(before.as_ref(), record);
