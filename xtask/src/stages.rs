@@ -124,11 +124,25 @@ pub fn audit() -> anyhow::Result<()> {
 fn unit() -> anyhow::Result<()> {
     let test = ["test", "--quiet", "--no-fail-fast"];
     let others = PROGRAMS.iter().flat_map(|(package, ..)| ["--exclude", package]);
-    host::shown(cargo(&test).arg("--workspace").args(others))?;
-    for (package, tests, _) in PROGRAMS {
-        let programs = tests.iter().flat_map(|test| ["--test", test]);
-        host::shown(cargo(&test).args(["-p", package, "--lib", "--bins"]).args(programs))?;
-    }
+    let mut commands = vec![cargo(&test)];
+    commands[0].arg("--workspace").args(others);
+    commands.extend(PROGRAMS.map(|(package, tests, _)| {
+        let mut command = cargo(&test);
+        command.args(["-p", package, "--lib", "--bins"]);
+        command.args(tests.iter().flat_map(|test| ["--test", test]));
+        command
+    }));
+    all(commands)
+}
+
+/// Runs all of them, whichever fail: who mends one failure wants to know of the others.
+fn all(commands: impl IntoIterator<Item = Command>) -> anyhow::Result<()> {
+    let failed: Vec<String> = commands
+        .into_iter()
+        .filter_map(|mut command| host::shown(&mut command).err())
+        .map(|error| format!("{error:#}"))
+        .collect();
+    ensure!(failed.is_empty(), "{}", failed.join("; "));
     Ok(())
 }
 
@@ -162,13 +176,13 @@ fn guests() -> anyhow::Result<()> {
         "the tests with guests need root; type: sudo env \"PATH=$PATH\" cargo xtask test"
     );
     let built = build::everything()?;
-    for (package, _, tests) in PROGRAMS {
+    all(PROGRAMS.map(|(package, _, tests)| {
         let mut command = cargo(&["test", "--no-fail-fast", "-p", package]);
         command.args(tests.iter().flat_map(|test| ["--test", test])).args(["--", "--test-threads=1"]);
         // The binary under test is the one that was just built: cargo inside a test would look again.
-        host::shown(command.env("COCOON_BIN", &built.cocoon))?;
-    }
-    Ok(())
+        command.env("COCOON_BIN", &built.cocoon);
+        command
+    }))
 }
 
 #[cfg(test)]

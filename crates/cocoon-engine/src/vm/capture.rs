@@ -17,7 +17,7 @@ use std::{
 use cocoon_oci::snapshot::{Empty, Envelope};
 use serde_json::{Value, json};
 
-use super::{Shared, blocking, clone::capabilities, connect, monitor, tend};
+use super::{MONITOR_LIMIT, Shared, blocking, clone::capabilities, connect, monitor, tend};
 use crate::{
     disk,
     engine::MemoryRecipe,
@@ -80,11 +80,14 @@ pub(crate) async fn snapshot(shared: &Shared, reference: &str, wish: Wish) -> Re
         Some(process) if record.vm.state == VmState::Running => process,
         _ => return Err(ChangeError::NotRunning(name)),
     };
-    let facts = shared.facts().await.map_err(|error| Fault::new(format!("VM {name}"), error))?;
+    // Only a warning hangs on it: guests run on, and are saved, while the host's QEMU is being replaced.
+    let facts = shared.facts().await.inspect_err(|error| {
+        tracing::warn!(vm = %name, error = cocoon_kit::failure::chain(error), "whether this host can load the snapshot is not known");
+    });
     let mut qmp = connect(&shared.run_folder(&record.vm.id), &name).await?;
     let version = qmp.version().map_err(|error| monitor(&name, "monitor", error))?.to_owned();
     let mut job = Job::new(shared, &record, process, version, &wish).await?;
-    worth_taking(&name, &wish.name, &job.description, &facts)?;
+    worth_taking(&name, &wish.name, &job.description, facts.as_ref().ok())?;
     let job = blocking("free space of the snapshot store", move || {
         let enough = job.room();
         Ok::<_, io::Error>(enough.map(|()| job))
@@ -116,7 +119,7 @@ fn worth_taking(
     vm: &str,
     snapshot: &str,
     description: &Description,
-    facts: &Facts,
+    facts: Option<&Facts>,
 ) -> Result<(), ChangeError> {
     description.is_loadable().map_err(|mismatch| ChangeError::Unloadable {
         vm: vm.to_owned(),
@@ -124,7 +127,7 @@ fn worth_taking(
         theirs: mismatch.theirs,
         ours: mismatch.ours,
     })?;
-    if let Err(mismatch) = description.check(facts) {
+    if let Some((facts, mismatch)) = facts.and_then(|facts| Some((facts, description.check(facts).err()?))) {
         tracing::warn!(
             vm, snapshot, running = %description.qemu_version, installed = %facts.version,
             "the VM has {}, this host has {} by now: the snapshot wakes where the former is; install that again to \
@@ -326,7 +329,7 @@ async fn freeze(qmp: &mut Qmp, state: &Path, ranges: bool, limit: Duration) -> R
     let done = qmp.migrated(limit).await;
     if done.is_err() {
         // The caller lets the guest go on; what still writes must end first.
-        let _ = qmp.execute("migrate_cancel", json!({})).await;
+        let _ = qmp.settle(MONITOR_LIMIT).await;
     }
     done
 }

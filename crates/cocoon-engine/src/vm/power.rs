@@ -175,8 +175,15 @@ mod tests {
         let (record, mut runs) = running(&shared).await;
         // Its monitor takes the connection and says nothing: the stop takes its time.
         let _silent = UnixListener::bind(shared.run_folder(&record.vm.id).ctl()).unwrap();
-        let stopping = stop(&shared, "vm-a", false, Duration::from_secs(60));
-        assert!(tokio::time::timeout(Duration::from_millis(300), stopping).await.is_err());
+        let ordered = async {
+            while !shared.records.find("vm-a").await.unwrap().stop_ordered {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::select! {
+            stopped = stop(&shared, "vm-a", false, Duration::from_secs(600)) => panic!("{stopped:?}"),
+            () = ordered => {}
+        }
         runs.0.kill().unwrap();
         runs.0.wait().unwrap();
         let between = shared.records.find("vm-a").await.unwrap();

@@ -111,6 +111,21 @@ fn what_no_host_could_load_is_not_saved_and_a_cold_start_mends_it() {
     });
 }
 
+#[test]
+fn a_guest_is_saved_while_its_hosts_qemu_is_being_replaced() {
+    on_a_fresh_host("hypervisor::a_guest_is_saved_while_its_hosts_qemu_is_being_replaced", || async {
+        let host = Host::with(|_| {}).await;
+        host.run("vm-a", 256 * MIB).await;
+        let config = EngineConfig { qemu: "/not/there/now".into(), ..host.engine.config().clone() };
+        let without = Engine::open(config, Arc::new(RealWorld)).await.unwrap();
+        let saved = without.capture("vm-a", "s").await.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        without.remove_captured("vm-a", &saved.envelope.id).await.unwrap();
+        support::clone_on(&host.engine, "s", "vm-a", CloneIdentity::Same).await;
+        host.engine.remove("vm-a", true).await.unwrap();
+        host.leaves_nothing().await;
+    });
+}
+
 /// The real world, but for the id of one VM.
 #[derive(Debug)]
 struct OneId(Mutex<Option<&'static str>>);

@@ -50,7 +50,7 @@ impl Store {
     /// Says that a push began.
     pub(super) fn mark_push(&self) -> Result<PushMark, RegistryError> {
         // Keeps a collector out until the file carries its lock.
-        let _held = self.locked(FlockOperation::LockShared)?;
+        let _held = self.locked(FlockOperation::NonBlockingLockShared)?;
         let (file, path) = self.temporary(PUSH).map_err(|error| self.full("a push's mark", error))?;
         Ok(PushMark { path, _locked: file })
     }
@@ -65,7 +65,7 @@ impl Store {
         let mut needs = Needs::default();
         let _ = needs.read(self);
         let candidates = self.unneeded(&needs, Keep { grace, since: None }).map_err(failed)?;
-        let _held = self.locked(FlockOperation::LockExclusive)?;
+        let _held = self.locked(FlockOperation::NonBlockingLockExclusive)?;
         let mut collected = Collected::default();
         let since = self.sweep_temporaries(&mut collected).map_err(failed)?;
         needs.read(self)?;

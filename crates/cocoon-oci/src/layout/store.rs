@@ -15,7 +15,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::SystemTime,
+    time::{Duration, Instant, SystemTime},
 };
 
 use cocoon_kit::files;
@@ -30,6 +30,10 @@ use crate::{
     manifest::{Descriptor, Document, MAX_MANIFEST},
     registry::{Manifest, RegistryError},
 };
+
+/// How long somebody else may have the folder's lock, and how often it is asked for meanwhile.
+const LOCK_LIMIT: Duration = Duration::from_secs(60);
+const LOCK_LOOK: Duration = Duration::from_millis(5);
 
 #[derive(Debug, Clone)]
 pub(super) struct Store {
@@ -69,7 +73,7 @@ impl Store {
     fn prepare(&self) -> io::Result<()> {
         std::fs::create_dir_all(self.blobs())?;
         std::fs::create_dir_all(self.temporaries())?;
-        let _held = self.lock(FlockOperation::LockExclusive)?;
+        let _held = self.lock(FlockOperation::NonBlockingLockExclusive)?;
         let marker = self.root.join("oci-layout");
         if marker.exists() {
             return Ok(());
@@ -94,13 +98,23 @@ impl Store {
     }
 
     fn lock(&self, operation: FlockOperation) -> io::Result<Held> {
+        self.lock_within(operation, LOCK_LIMIT)
+    }
+
+    fn lock_within(&self, operation: FlockOperation, limit: Duration) -> io::Result<Held> {
         let path = self.root.join(".cocoon.lock");
         let file =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o644).open(path)?;
+        // Not waited for in the kernel: a holder that never lets go would keep the thread of everybody who asks.
+        let end = Instant::now() + limit;
         loop {
             match flock(&file, operation) {
                 Ok(()) => return Ok(Held(file)),
                 Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(LOCK_LOOK),
+                Err(rustix::io::Errno::WOULDBLOCK) => {
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, "another process holds it"));
+                }
                 Err(error) => return Err(error.into()),
             }
         }
@@ -111,6 +125,9 @@ impl Store {
             let way_out = match error.kind() {
                 io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
                     " (make the folder writable again, then try again; no tag was changed)"
+                }
+                io::ErrorKind::TimedOut => {
+                    " (let the process that holds it go on, or end it, then try again)"
                 }
                 _ => "",
             };
@@ -157,7 +174,7 @@ impl Store {
     pub(super) fn reuse(&self, digest: &str, size: Option<u64>) -> Result<bool, RegistryError> {
         let _turn = self.verified.turn(digest);
         let (opened, known) = {
-            let _held = self.locked(FlockOperation::LockShared)?;
+            let _held = self.locked(FlockOperation::NonBlockingLockShared)?;
             let Some(mut opened) = self.open_blob(digest)? else { return Ok(false) };
             if size.is_some_and(|size| size != opened.stamp.length()) {
                 return Ok(false);
@@ -177,7 +194,7 @@ impl Store {
     /// Starts writing a blob.
     pub(super) fn begin(&self, digest: &str, size: u64) -> Result<Incoming, RegistryError> {
         // Keeps a collector out until the new file carries its writer's lock.
-        let _held = self.locked(FlockOperation::LockShared)?;
+        let _held = self.locked(FlockOperation::NonBlockingLockShared)?;
         self.begin_unlocked(digest, size)
     }
 
@@ -299,7 +316,7 @@ impl Store {
         for needed in document.descriptors() {
             let _ = self.whole(needed);
         }
-        let _held = self.locked(FlockOperation::LockExclusive)?;
+        let _held = self.locked(FlockOperation::NonBlockingLockExclusive)?;
         let mut index = Index::read(&self.root)?;
         if let Now::At(expected) = now
             && index.find(repository, reference).map(|entry| entry.digest) != *expected
@@ -358,7 +375,7 @@ impl Store {
 
     /// Removes a name.
     pub(super) fn delete(&self, repository: &str, reference: &str) -> Result<(), RegistryError> {
-        let _held = self.locked(FlockOperation::LockExclusive)?;
+        let _held = self.locked(FlockOperation::NonBlockingLockExclusive)?;
         let mut index = Index::read(&self.root)?;
         if index.forget(repository, reference) { index.write(&self.root) } else { Ok(()) }
     }
@@ -370,7 +387,7 @@ impl Store {
         tag: &str,
         digest: &str,
     ) -> Result<bool, RegistryError> {
-        let _held = self.locked(FlockOperation::LockExclusive)?;
+        let _held = self.locked(FlockOperation::NonBlockingLockExclusive)?;
         let mut index = Index::read(&self.root)?;
         if index.find(repository, tag).is_none_or(|entry| entry.digest != digest) {
             return Ok(false);
@@ -419,7 +436,7 @@ impl Incoming {
     /// Verifies, syncs and moves the blob into place, under the shared lock.
     pub(super) fn commit(self) -> Result<(), RegistryError> {
         self.seal()?;
-        let _held = self.store.locked(FlockOperation::LockShared)?;
+        let _held = self.store.locked(FlockOperation::NonBlockingLockShared)?;
         self.place()
     }
 
@@ -449,5 +466,24 @@ impl Drop for Incoming {
     fn drop(&mut self) {
         // After a commit the name is gone and this finds nothing.
         let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_somebody_never_gives_back_is_an_error_and_one_that_was_given_back_is_had() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store { root: folder.path().to_owned(), verified: Arc::default() };
+        let limit = Duration::from_millis(20);
+        let held = store.lock(FlockOperation::NonBlockingLockExclusive).unwrap();
+        for operation in [FlockOperation::NonBlockingLockShared, FlockOperation::NonBlockingLockExclusive] {
+            let refused = store.lock_within(operation, limit).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::TimedOut);
+        }
+        drop(held);
+        store.lock_within(FlockOperation::NonBlockingLockExclusive, limit).unwrap();
     }
 }

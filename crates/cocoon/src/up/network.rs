@@ -14,14 +14,21 @@ use std::{
 use anyhow::{Context as _, bail};
 use cocoon_kit::files;
 use cocoon_net::{
+    bridge::BridgeError,
     config::NetworkConfig,
     control::{self, Answer, Request},
-    daemon,
+    daemon::{self, DaemonError},
 };
 use ipnet::Ipv4Net;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
+
+/// Its first answer comes after bridge and filter are made, by several calls of `nft`, each of which a busy host may
+/// hold up.
+const FIRST_ANSWER: Duration = Duration::from_secs(60);
+/// What it is at when it is told to end may be such a call.
+const ENDS: Duration = Duration::from_secs(30);
 
 /// The network of a data folder: the first host of `subnet` is the bridge.
 pub(super) fn config(
@@ -67,7 +74,7 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<Option<Chi
     files::replace(&file, &text, 0o600).with_context(|| format!("writing {}", file.display()))?;
     let log = network.state_dir.join("daemon.log");
     let (mut child, said_before) = spawn(network, &log)?;
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + FIRST_ANSWER;
     while ping(network).await.is_err() {
         if let Some(status) = child.try_wait()? {
             bail!("the network daemon ended ({status}): {}", last_words(&log, said_before));
@@ -75,7 +82,11 @@ pub(super) async fn ensure(network: &NetworkConfig) -> anyhow::Result<Option<Chi
         if Instant::now() > deadline {
             // Nobody could find it again.
             child.kill().and_then(|()| child.wait()).context("ending the network daemon")?;
-            bail!("the network daemon did not answer within 10 s: {}", last_words(&log, said_before));
+            bail!(
+                "the network daemon did not answer within {} s: {}",
+                FIRST_ANSWER.as_secs(),
+                last_words(&log, said_before)
+            );
         }
         sleep(Duration::from_millis(5)).await;
     }
@@ -166,6 +177,7 @@ async fn ping(network: &NetworkConfig) -> io::Result<Answer> {
 
 /// Ends the daemon, waits for it, takes bridge, rules and sysctls back.
 pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
+    let deadline = Instant::now() + ENDS;
     if let Ok(daemon) = ping(network).await {
         let pid = daemon
             .pid
@@ -174,7 +186,6 @@ pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
             .context("the network daemon does not say who it is")?;
         let process = Pid::from_raw(pid).context("the network daemon has no process id")?;
         kill_process(process, Signal::TERM).context("ending the network daemon")?;
-        let deadline = Instant::now() + Duration::from_secs(10);
         while ping(network).await.is_ok() {
             if Instant::now() > deadline {
                 bail!(
@@ -185,7 +196,13 @@ pub(super) async fn release(network: &NetworkConfig) -> anyhow::Result<()> {
             sleep(Duration::from_millis(5)).await;
         }
     }
-    daemon::teardown(network, false).await.context("taking the network down")
+    loop {
+        match daemon::teardown(network, false).await {
+            // It answers no more, and ends when it is done with what it is at.
+            Err(DaemonError::Bridge(BridgeError::DaemonRuns(..))) if Instant::now() < deadline => {}
+            done => return done.context("taking the network down"),
+        }
+    }
 }
 
 #[cfg(test)]
