@@ -57,6 +57,7 @@ pub(super) struct Opened {
 }
 
 /// A held lock; the kernel lets go of it when the file closes.
+#[derive(Debug)]
 pub(super) struct Held(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Store {
