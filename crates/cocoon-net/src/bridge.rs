@@ -233,32 +233,30 @@ pub async fn teardown(network: &NetworkConfig, force: bool) -> Result<(), Bridge
 
 /// Waits a moment for a daemon that is ending.
 async fn daemon_gone(network: &NetworkConfig) -> Result<files::Lock, BridgeError> {
-    let end = tokio::time::Instant::now() + DAEMON_ENDS;
-    loop {
-        let lock = files::Lock::try_acquire(&crate::daemon::lock_file(network));
-        match lock.map_err(At(network).system("daemon lock"))? {
-            Some(lock) => return Ok(lock),
-            None if tokio::time::Instant::now() > end => {
-                let file = crate::daemon::lock_file(network).display().to_string();
-                return Err(BridgeError::DaemonRuns(network.bridge.clone(), file));
-            }
-            None => tokio::time::sleep(Duration::from_millis(20)).await,
-        }
-    }
+    let file = crate::daemon::lock_file(network);
+    let lock = || files::Lock::try_acquire(&file).map_err(At(network).system("daemon lock"));
+    let lock = given_up(lock).await?;
+    lock.ok_or_else(|| BridgeError::DaemonRuns(network.bridge.clone(), file.display().to_string()))
 }
 
 /// The bridge, while it is taken down. A daemon that is killed lets go of its lock a moment before.
 async fn claim(network: &NetworkConfig) -> Result<Claim, BridgeError> {
+    let claim = given_up(|| Claim::take(network).map_err(At(network).system("claim"))).await?;
+    claim.ok_or_else(|| {
+        let folder = network.state_dir.display().to_string();
+        BridgeError::OfAnother { bridge: network.bridge.clone(), folder }
+    })
+}
+
+/// What a daemon that is ending gives up within [`DAEMON_ENDS`]; `None`: it keeps it.
+async fn given_up<T>(take: impl Fn() -> Result<Option<T>, BridgeError>) -> Result<Option<T>, BridgeError> {
     let end = tokio::time::Instant::now() + DAEMON_ENDS;
     loop {
-        match Claim::take(network).map_err(At(network).system("claim"))? {
-            Some(claim) => return Ok(claim),
-            None if tokio::time::Instant::now() > end => {
-                let folder = network.state_dir.display().to_string();
-                return Err(BridgeError::OfAnother { bridge: network.bridge.clone(), folder });
-            }
-            None => tokio::time::sleep(Duration::from_millis(20)).await,
+        let taken = take()?;
+        if taken.is_some() || tokio::time::Instant::now() > end {
+            return Ok(taken);
         }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 

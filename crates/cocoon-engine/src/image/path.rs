@@ -15,15 +15,14 @@ pub(super) const MAX_PATH: usize = 4095;
 const MAX_NAME: usize = 255;
 /// Deepest nesting of folders.
 const MAX_DEPTH: usize = 128;
-
-/// A path below the root of the tree; no component means the root itself.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Inside(PathBuf);
-
 const ABSOLUTE: &str =
     "absolute path; pack the archive from inside its root, such as with `tar -C ROOTFS -cf FILE .`";
 const PARENT: &str =
     "the path has a `..`; pack the archive from inside its root, such as with `tar -C ROOTFS -cf FILE .`";
+
+/// A path below the root of the tree; no component means the root itself.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Inside(PathBuf);
 
 impl Inside {
     /// Takes a member's name as it stands in an archive; the error is the rule that it breaks.

@@ -118,7 +118,7 @@ impl ImageSource {
                 let found = runtime.block_on(answered(&named, registry.get_blob(repository, &layer.digest)));
                 let body = found
                     .map_err(|source| ImageError::Registry { reference: self.name.clone(), source })?
-                    .ok_or_else(|| invalid(&self.name, format!("layer {} is missing", layer.digest)))?;
+                    .ok_or_else(|| invalid(&self.name, format!("{named} is missing")))?;
                 Box::new(tokio_util::io::SyncIoBridge::new_with_handle(lively(body, &named), runtime.clone()))
             }
         };
